@@ -6,23 +6,12 @@ A room is a folder of ``petra/`` or ``launch/``, a file at the root of either, o
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("petra", "launch")
 WHOLE = "reproduction"
 """Package that is one room. The wheel doesn't contain it."""
-
-
-class Definition(NamedTuple):
-    """A function or class."""
-
-    lines: int
-    kind: str
-    name: str
-    path: Path
 
 
 def modules(root: Path) -> dict[str, Path]:
@@ -66,23 +55,3 @@ def room_imports(root: Path) -> set[tuple[str, str]]:
     """Return all (importer, imported) pairs of different rooms. The public names of ``petra/__init__.py`` are no room."""
     pairs = {(room(a), room(b)) for a, b in imports(root)}
     return {(a, b) for a, b in pairs if a != b and not {a, b} & set(PACKAGES)}
-
-
-def circles(pairs: set[tuple[str, str]]) -> set[str]:
-    """Return the nodes that are part of a circle of imports."""
-    left = {node for pair in pairs for node in pair}
-    while True:
-        ends = {n for n in left if not any(a == n and b in left for a, b in pairs)}
-        starts = {n for n in left if not any(b == n and a in left for a, b in pairs)}
-        if not ends | starts:
-            return left
-        left -= ends | starts
-
-
-def definitions(root: Path) -> Iterator[Definition]:
-    """Yield all functions and classes."""
-    for path in modules(root).values():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                kind = "class" if isinstance(node, ast.ClassDef) else "function"
-                yield Definition((node.end_lineno or node.lineno) - node.lineno + 1, kind, node.name, path)

@@ -1,16 +1,27 @@
-"""Test that the contestants of the benchmarks compute the same, and run benchmark commands with tiny sizes."""
+"""Benchmarks: contestants compute the same, commands run with tiny sizes; grid, search and records of the staleness benchmark."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import pipelines, reversible_sequence
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
+from benchmarks.staleness import __main__ as command
+from benchmarks.staleness import cells, figures, train
+from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
+from launch.config.compose import compose_overrides
+from petra import Recipe, TensorSpec, make_plan
+from petra.data import load_dataset
+from petra.models import revgpt
+from tests.data.test_tokens import write_llmc
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -43,3 +54,103 @@ def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path:
     printed = capsys.readouterr().out
     assert all(f"{name}: not installed" in printed for name in missing)
     assert "| 18 | 3 | " in printed
+
+
+def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
+    assert len({cell.name for cell in GRID}) == 50
+    assert set(MOST_COMPARED) < set(GRID)
+    found = Counter()
+    for cell in GRID:
+        inputs = TensorSpec((WINDOWS // cell.k, WINDOW), torch.int64)
+        first = make_plan(cell.make_model(), inputs, method=cell.make_method(), k=cell.k).stages[0]
+        found[cell.stages, cell.method, round(first.staleness, 1)] += 1
+        Recipe(cell.make_optimizer(), remedies=cell.make_remedies()).check(cell.make_method(), ())
+    assert {(j, method, s) for j, method, s in found if j == 16 and method in ("dsp", "delayed")} == {
+        (16, method, s) for method in ("dsp", "delayed") for s in (0.9, 1.9, 3.8, 7.5)
+    }
+    assert {s for j, method, s in found if method in ("pipedream_2bw", "paci")} <= {0.9, 1.0}
+    assert {(8, "petra", 3.5), (8, "dsp", 3.5), (32, "petra", 3.9), (32, "dsp", 3.9)} <= set(found)
+
+
+def test_the_preset_is_the_network_of_sixteen_stages() -> None:
+    model = compose_overrides(["model=revgpt_500k", "data=tokens"]).model.options
+    given = {key: model[key] for key in inspect.signature(revgpt).parameters if model.get(key) is not None}
+    shape = {"classes": cells.VOCABULARY, "size": WINDOW, "delimiter": 0}
+    found = revgpt(**{**given, **shape})
+    shapes = [{name: p.shape for name, p in model.build(0).named_parameters()} for model in (found, Cell("petra").make_model())]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    generator = np.random.default_rng(0)
+    for part, count in (("train", 600), ("val", 60), ("test", 60)):
+        write_llmc(tmp_path / f"{part}_000000.bin", generator.integers(0, 8, count).astype("<u2"))
+    facts = {part: {"documents": 1, "tokens": n, "bytes": 2 * n} for part, n in (("train", 600), ("val", 60), ("test", 60))}
+    (tmp_path / "corpus.json").write_text(json.dumps({"classes": 8, "delimiter": 0, **facts}))
+    return tmp_path
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cells, "VOCABULARY", 8)
+    monkeypatch.setattr(cells, "SHAPES", {16: (2, 8, 2, 8)})
+    monkeypatch.setattr(cells, "WINDOW", 4)
+    for name, value in (("VOCABULARY", 8), ("WINDOW", 4), ("VALIDATION_WINDOWS", 4), ("TEST_WINDOWS", 4)):
+        monkeypatch.setattr(train, name, value)
+    monkeypatch.setattr(command, "UPDATES", 4)
+
+
+@pytest.mark.usefixtures("_small")
+def test_records_of_a_cell(tokens: Path, tmp_path: Path) -> None:
+    """Twice the same records, and losses equal to those of a loop over the validation part with the trained weights."""
+    cell, out = Cell("petra", 16), tmp_path / "runs"
+    out.mkdir()
+    records = list(command.trials(cell, tokens, out))
+    written = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert len(written) == len(records)
+    assert list(command.trials(cell, tokens, out)) == records
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == written, "finished runs are not repeated"
+    final = [record for record in records if record["seed"] != command.SEARCH_SEED]
+    assert [record["seed"] for record in final] == [0, 1, 2]
+    assert all("test" in record["loss"] for record in final)
+    assert not any("test" in record["loss"] for record in records if record not in final)
+    assert len(final[0]["curve"]) == 4
+    assert final[0]["bits_per_byte"]["val"] == pytest.approx(final[0]["loss"]["val"] / np.log(2) / 2)
+
+
+def test_the_search_chooses_by_the_validation_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The best rate is beyond the last one of the first round, and the longer warm-up is better."""
+
+    def pretend(trial: train.Trial, data: Path, out: Path) -> dict[str, object]:
+        loss = abs(np.log2(trial.rate / 1.6e-2)) + (0 if trial.warmup > 0.2 else 0.1)
+        return {"rate": trial.rate, "warmup": trial.warmup, "updates": trial.updates, "seed": trial.seed, "loss": {"val": loss}}
+
+    monkeypatch.setattr(command, "run", pretend)
+    records = list(command.trials(Cell("backprop"), tmp_path, tmp_path))
+    searched = [record["rate"] for record in records if record["seed"] == command.SEARCH_SEED and record["warmup"] == command.SHORT]
+    assert searched == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "one rate beyond the best"
+    assert {record["updates"] for record in records} == {command.UPDATES}, "the search's runs are as long as the final ones"
+    final = [record for record in records if record["seed"] != command.SEARCH_SEED]
+    assert {(record["rate"], record["warmup"]) for record in final} == {(1.6e-2, 0.3)}
+    assert len(final) == 5
+
+
+def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
+    data = load_dataset("tokens", root=tokens, size=4, classes=8)
+
+    def windows(k: int) -> torch.Tensor:
+        source = train.TrainSource(data, WINDOWS // k, seed=1)
+        return torch.cat([source.inputs(m) for m in range(2 * k)])
+
+    assert all(torch.equal(windows(4), windows(k)) for k in (8, 16, 32))
+
+
+def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
+    """The page has the table that the records give. Interval of the differences 1, 2 and 3: 2 ± 4.303 · 1 / √3 (Student's t)."""
+    folder = Path(figures.__file__).parent
+    records = figures.read_all(folder / "records")
+    assert figures.results(records) in (folder / "README.md").read_text(encoding="utf-8")
+    assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
+    figures.draw(records, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

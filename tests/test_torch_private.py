@@ -1,14 +1,23 @@
-"""Private names of torch: only one file uses them, and they give the results of public functions."""
+"""Private names of torch, and the memory that a process keeps: page faults show whether the allocator reuses freed tensors."""
 
 from __future__ import annotations
 
+import gc
 import re
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
+from launch.config.compose import compose_overrides
+from launch.run.build import set_up
+from launch.run.training import prepare_process
+from launch.runtime.rank import Process
 from petra import torch_private
+from petra.process_memory import keep_freed_memory
 from tests.structure import ROOT, modules
 
 PRIVATE = re.compile(
@@ -48,3 +57,67 @@ def test_versions_grow_with_writes() -> None:
     assert torch_private.version(x) != before
     with torch.inference_mode():
         assert torch_private.version(torch.zeros(2)) is None
+
+
+ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
+FAULTS = """
+import resource
+import torch
+from petra.process_memory import keep_freed_memory
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+print(keep_freed_memory())
+def twice():
+    return [torch.full((64, 2**18), float(i)) for i in range(2)]
+
+torch.set_num_threads(1)
+for _ in range(8):  # until the heap has its final size
+    twice()
+before = faults()
+for _ in range(10):
+    twice()
+print(faults() - before)
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc is Linux's")
+def test_freed_memory_is_reused_unless_the_environment_configures_malloc(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"):
+        monkeypatch.delenv(name, raising=False)
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=600, check=True)
+    kept, faults = done.stdout.split()
+    assert kept == "True"
+    assert int(faults) < 20  # ten calls with two tensors of 64 MiB would touch 640 pages of 2 MiB, or 327,680 pages of 4 KiB
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=4")
+    assert not keep_freed_memory()
+
+
+class Cycle:
+    """An object that refers to itself."""
+
+    def __init__(self) -> None:
+        self.myself = self
+
+
+def test_a_run_frees_what_the_last_one_left_and_sets_options_of_torch() -> None:
+    overrides = ["trainer.device=cpu", "trainer.matmul_precision=high", "trainer.cudnn_benchmark=true"]
+    setup = set_up(compose_overrides(overrides), ALONE)
+    gc.disable()
+    try:
+        left = weakref.ref(Cycle())
+        prepare_process(setup)
+        assert left() is None
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.benchmark
+        assert torch.backends.cudnn.allow_tf32
+        prepare_process(set_up(compose_overrides(["trainer.device=cpu"]), ALONE))
+        assert torch.backends.cudnn.deterministic
+        assert not torch.backends.cudnn.allow_tf32
+    finally:
+        gc.enable()
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
+        torch.backends.cudnn.allow_tf32 = True

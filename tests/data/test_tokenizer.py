@@ -62,18 +62,17 @@ def test_documents_are_delimited_and_divided(tmp_path: Path, monkeypatch: pytest
 
 def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2))
-    main([str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tokens"), "--vocabulary", "300", "--validation", "0.3"])
-    train, held_out = (set(decoded(tmp_path / "tokens", split)) for split in ("train", "val"))
-    assert not train & held_out
+    main(f"{tmp_path}/a.jsonl --out {tmp_path}/tokens --vocabulary 300 --validation 0.3".split())
+    assert not {*decoded(tmp_path / "tokens", "train")} & {*decoded(tmp_path / "tokens", "val")}
 
 
 def test_files_for_other_parts_and_a_given_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tokenize(tmp_path)
     for name in ("one", "two", "three"):
         (tmp_path / name).write_text(f"Chapter {name}", encoding="utf-8")
-    one, two, three, out = (str(tmp_path / name) for name in ("one", "two", "three", "again"))
-    main([one, "--validation", two, "--test", three, "--out", out, "--vocabulary", str(tmp_path / "tokens" / "tokenizer.json")])
-    parts = [decoded(Path(out), part) for part in ("train", "val", "test")]
+    words = "P/one --validation P/two --test P/three --out P/again --vocabulary P/tokens/tokenizer.json"
+    main(words.replace("P/", f"{tmp_path}/").split())
+    parts = [decoded(tmp_path / "again", part) for part in ("train", "val", "test")]
     assert parts == [["Chapter one"], ["Chapter two"], ["Chapter three"]]
     assert "35.0/35.0" in capsys.readouterr().err  # the progress bar counts the bytes of all files
 
@@ -88,9 +87,8 @@ def test_files_for_other_parts_and_a_given_vocabulary(tmp_path: Path, capsys: py
     ],
 )
 def test_invalid_input_gives_one_line(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="2"):
         tokenize(tmp_path, *words)
-    assert ended.value.code == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert message in line
 

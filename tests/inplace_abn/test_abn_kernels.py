@@ -1,4 +1,4 @@
-"""Triton kernels against the plain operations, in Triton's interpreter, which needs no GPU."""
+"""Triton kernels: in Triton's interpreter against the plain operations, and compiled for GPUs that are not present."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,13 @@ from torch.nn import functional as F
 from petra.inplace_abn import InPlaceABN, layer
 
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+without = interpreted or importlib.util.find_spec("triton") is None
+compiles = pytest.mark.skipif(without, reason="Triton is not installed, or its interpreter, which compiles nothing, is active")
 in_interpreter = pytest.mark.skipif(not interpreted, reason="run by test_in_the_interpreter")
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.skipif(interpreted, reason="starts the other tests")
+@compiles
 def test_in_the_interpreter() -> None:
     """Run the other tests in a subprocess, since Triton reads the environment variable when it is imported."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
@@ -73,3 +75,53 @@ def test_bf16_with_statistics_in_float32(kernels: ModuleType) -> None:
     for a, b in zip(torch.autograd.grad(layer(x.clone()), wanted, delta), expected, strict=True):
         assert a.dtype == b.dtype
         torch.testing.assert_close(a, b, rtol=0.03, atol=0.03)
+
+
+ARCHITECTURES = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
+FLOATS = {"float32": "fp32", "bfloat16": "bf16"}
+CONSTANTS = ("ACTIVATION", "SLOPE", "SMALLEST", "DTYPE", "BLOCK_C", "BLOCK_R")
+IN_INPUT_TYPE = ("dz_pointer", "z_pointer", "dx_pointer")
+
+
+def compiled(kernel: Any, architecture: int, float_name: str, tile: tuple[int, int]) -> Any:
+    """Compile a kernel as for a channels-last (tile 32 x 32) or a contiguous tensor (tile 1 x 1024)."""
+    compiler = importlib.import_module("triton.compiler")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", architecture, 32)
+    values = ("leaky_relu", 0.01, -1 + 1e-7, importlib.import_module("triton.language").float32, *tile)
+    constants: dict[str, Any] = dict(zip(CONSTANTS, values, strict=True))
+    constants["channel_stride" if tile[0] > 1 else "position_stride"] = 1  # Triton compiles arguments that are 1 as constants
+    names = [p.name for p in kernel.params]
+    signature = {}
+    for name in names:
+        pointer = f"*{FLOATS[float_name]}" if name in IN_INPUT_TYPE else "*fp32"
+        signature[name] = "constexpr" if name in constants else pointer if name.endswith("pointer") else "i32"
+    source = compiler.ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()})
+    return compiler.compile(source, target=target)
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("architecture", "float_name", "tile"),
+    [("sm_80", "float32", (1, 1024)), ("sm_90", "bfloat16", (32, 32)), ("sm_100", "bfloat16", (32, 32))],
+)
+@pytest.mark.parametrize("name", ["_sums_kernel", "_input_gradient_kernel"])
+def test_kernels_compile_to_machine_code(name: str, architecture: str, float_name: str, tile: tuple[int, int]) -> None:
+    kernels = importlib.import_module("petra.inplace_abn.kernels")
+    found = compiled(getattr(kernels, name), ARCHITECTURES[architecture], float_name, tile)
+    assert found.asm["cubin"][:4] == b"\x7fELF"
+    assert f".target {architecture}" in found.asm["ptx"]
+    assert found.metadata.shared <= 2**10
+    assert ".local" not in found.asm["ptx"]  # nothing is stored outside registers and shared memory
+
+
+@compiles
+@pytest.mark.parametrize("shape", [(64, 128, 112, 112), (168, 128, 112, 112), (1024, 64, 112, 112), (4096, 64, 32, 32)])
+def test_grids_are_within_the_limits_of_cuda(shape: tuple[int, ...]) -> None:
+    kernels = importlib.import_module("petra.inplace_abn.kernels")
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        z = torch.empty(shape, device="meta", memory_format=memory_format)
+        rows, channels = kernels.input_gradient_grid(z)
+        assert rows <= 2**31 - 1
+        assert channels <= 65_535
+        assert kernels.supports(z)
+    assert not kernels.supports(torch.empty((1, 70_000, 2), device="meta"))

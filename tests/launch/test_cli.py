@@ -1,8 +1,10 @@
-"""The command ``petra``: which command starts with which arguments, what imports torch, and completion of words."""
+"""The command ``petra`` and all commands at a terminal: arguments, what imports torch, any encoding, closed pipes, Ctrl-C."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -13,28 +15,53 @@ import pytest
 from launch import cli
 from launch.cli import commands, take_processes, usage
 from launch.runtime import agent
+from launch.runtime.rank import Process
 from petra.errors import ConfigError
 from tests.structure import ROOT
+from tests.support.commands import refused
 
 
-def run_python(code: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=60
-    )
+def python(code: str, *words: str, env: dict[str, str] | None = None, **options: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.run([sys.executable, "-c", code, *words], env=environment, timeout=120, encoding="utf-8", **options)  # type: ignore[call-overload,no-any-return]
+
+
+IMPORTS = """
+import json, runpy, sys
+for line in json.loads(sys.argv[1]):
+    sys.argv, status = line, None
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        status = ended.code
+    print("ended", status, *(name for name in ("torch", "matplotlib", "sklearn", "hydra") if name in sys.modules))
+"""
+"""Program that runs a module with the arguments of each line, and prints its status and which slow packages were imported."""
 
 
 @pytest.mark.processes
 def test_the_command_line_itself_imports_neither_torch_nor_hydra() -> None:
-    code = """
-import sys, petra.__main__ as p
-for words in (["--version"], ["--help"], ["no_command"], ["-sc", "query=bash"]):
-    sys.argv = ["petra", *words]
-    try: p.main()
-    except SystemExit: pass
-print({"torch", "hydra", "matplotlib"} & {*sys.modules})
-"""
-    assert run_python(code).stdout.splitlines()[-1] == "set()"
+    lines = [["petra", *line.split()] for line in ("--version", "--help", "no_command", "-sc query=bash")]
+    ended = [line for line in python(IMPORTS, json.dumps(lines)).stdout.splitlines() if line.startswith("ended")]
+    assert len(ended) == len(lines)
+    assert [line for line in ended if line not in ("ended None", "ended 0")] == ["ended 2"]
+
+
+@pytest.mark.processes
+def test_errors_appear_before_torch_is_imported() -> None:
+    expected = {
+        "launch.train model._target_=mnist": "model._target_: expected petra.",
+        "launch.train --nproc 2 data=mnist": "data: expected camvid, cifar10, ",
+        "launch.sweep k=1,0": "k: expected an integer >= 1, got 0",
+        "launch.sweep": "command line: expected arguments such as experiment=demo (about a minute)",
+        "launch.evaluate nowhere": "command line: expected the folder of a run, got nowhere without a config.yaml",
+        "launch.compare nowhere --out x.foo": "--out: expected a file name that ends in .png, .svg or .pdf, got x.foo",
+    }
+    ended = python(IMPORTS, json.dumps([line.split() for line in expected]), env={"PYTHONWARNINGS": "ignore"})
+    assert {line.removesuffix(" hydra") for line in ended.stdout.splitlines()} == {"ended 2"}
+    for line, message in zip(ended.stderr.splitlines(), expected.values(), strict=True):
+        assert line.startswith(f"error: {message}")
 
 
 def test_help_names_each_command_and_what_it_does() -> None:
@@ -45,26 +72,20 @@ def test_help_names_each_command_and_what_it_does() -> None:
     assert {"train", "evaluate", "compare", "sweep", "node", "doctor"} <= {*commands()}
 
 
-def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["petra", "trian"])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: command: expected train or another name from petra --help, got trian\n"
+    assert refused(cli.main, None) == "command: expected train or another name from petra --help, got trian"
     with pytest.raises(ConfigError, match="expected a name from petra --help, got xyz"):
         cli.run(["xyz"])
 
 
-def test_processes_are_taken_from_the_arguments() -> None:
+def test_processes_are_taken_from_the_arguments_and_start_through_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     assert take_processes(["k=4"]) == (None, ["k=4"])
     assert take_processes(["k=4", "--nproc", "10", "seed=1"]) == (10, ["k=4", "seed=1"])
     assert take_processes(["--nproc=2"]) == (2, [])
     for words in (["--nproc"], ["--nproc", "0"], ["--nproc=two"]):
         with pytest.raises(ConfigError, match="--nproc: expected an integer >= 1"):
             take_processes(words)
-
-
-def test_several_processes_start_through_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(agent, "run_agent", lambda *call: started.append(call))
     monkeypatch.setattr(sys, "argv", ["petra"])
@@ -109,5 +130,78 @@ def test_a_folder_of_the_users_own_adds_to_the_configuration(tmp_path: Path) -> 
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nk: 7\n")
     code = "import petra.__main__ as p; p.main()"
-    done = run_python(code, "train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job", cwd=tmp_path)
+    done = python(code, "train", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job", cwd=tmp_path)
     assert done.stdout.splitlines()[0] == "k: 7", done.stderr
+
+
+WRITER = """
+from launch.runtime.terminal import command
+@command
+def main():
+    for line in range(20000):
+        print(line, "\\u03c4 \\u2192 \\u2713", flush=line % 100 == 0)
+    print("reached the end", file=__import__("sys").stderr)
+main()
+"""
+
+
+@pytest.mark.processes
+def test_a_command_reaches_its_end_whatever_happens_to_its_output() -> None:
+    """The reader has ended, stdout is closed, the disk is full, or the terminal lacks characters, which are replaced."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = python(WRITER, stdout=writer), python(WRITER, stdout=None, preexec_fn=lambda: os.close(1))
+    os.close(writer)
+    with open("/dev/full", "w") as full:
+        ended += python(WRITER, stdout=full), python(WRITER, env={"PYTHONIOENCODING": "ascii"})
+    warning = "warning: output can't be written (No space left on device); the rest is discarded\n"
+    assert [process.returncode for process in ended] == [0] * 4
+    assert [process.stderr for process in ended] == [f"{told}reached the end\n" for told in ("", "", warning, "")]
+    assert ended[3].stdout.splitlines()[-1] == "19999 ? ? ?"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("blocked", [False, True])
+def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(blocked: bool) -> None:
+    """With ``blocked``, the signal arrives while Python starts, as in a process of petra train --nproc."""
+    program = (
+        "import time\nfrom launch.runtime.terminal import command\n@command\ndef main():\n    print(1, flush=True)\n"
+        "    time.sleep(60)\nmain()"
+    )
+    before = signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell starts background jobs with SIGINT ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert process.stdout is not None
+    if not blocked:
+        assert process.stdout.readline() == "1\n"
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("RANK=x WORLD_SIZE=2", "RANK: expected an integer from 0 to 1 .*, got x"),
+        ("RANK=0", "WORLD_SIZE: expected an integer >= 1, got nothing"),
+        ("RANK=0 WORLD_SIZE=2", "MASTER_ADDR: expected the address of rank 0 .*, got nothing"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=abc", "MASTER_PORT: expected an integer from 1 to 65535, got abc"),
+    ],
+)
+def test_environment_variables_of_a_rank(variables: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(ConfigError, match=f"environment variable {message}"):
+        Process.from_environment()

@@ -12,16 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from launch.config.compose import compose_overrides
 from launch.config.presets import purposes
-from launch.config.read import to_config
 from launch.evaluate import main as evaluate
-from launch.run.build import set_up
 from launch.run.dry_run import stage_facts, stage_map
 from launch.run.folder import as_data
-from launch.run.training import run
 from petra import ConfigError, DataError, Keep, Method, Pipeline, Weights
 from petra.cost_model.memory import stored_activations
 from petra.engine.endpoints import Losses
@@ -29,8 +28,9 @@ from petra.engine.options.compile import compile_block
 from petra.engine.totals import Result
 from petra.reversible import Coupling
 from petra.settings import Numerics, Runtime
-from petra.training import export, gathered_blocks, load, load_into, means, sgd
-from tests.launch.test_launch import ALONE, ROOT, TINY, planned, to_composed
+from petra.training import export, load, load_into, means, sgd
+from tests.structure import ROOT
+from tests.support.commands import TINY, lines, planned, refused, train
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
@@ -73,14 +73,8 @@ def test_functions_that_are_modules_of_torch_are_compiled(function: nn.Module) -
 def test_label_smoothing_is_for_training_only() -> None:
     data = RandomSource()
     smoothed = partial(F.cross_entropy, label_smoothing=0.3)
-    pipeline = make_pipeline(
-        mixed_net(),
-        data.spec,
-        method="backprop",
-        optimizer=sgd,
-        learning_rate=lambda t: 0.0,
-        loss=Losses(smoothed, F.cross_entropy),
-    )
+    losses = Losses(smoothed, F.cross_entropy)
+    pipeline = make_pipeline(mixed_net(), data.spec, method="backprop", optimizer=sgd, learning_rate=lambda t: 0.0, loss=losses)
     plain = mixed_net().build(0)
     assert pipeline.train(data, 1).loss == pytest.approx(smoothed(plain(data.inputs(0)), data.targets(0)).item())
     plain.load_state_dict(pipeline.state_dict())
@@ -100,16 +94,6 @@ def test_perplexity_is_for_tokens_only() -> None:
 
 
 # --- export and evaluation ---
-
-
-def exported(rank: int, folder: str) -> dict[str, Tensor]:
-    data = RandomSource()
-    pipeline = make_pipeline(mixed_net(), data.spec, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, stages=2)
-    pipeline.train(data, 4)
-    export(pipeline, Path(folder) / "model.pt")
-    names = [name for name, _ in gathered_blocks(pipeline)]
-    assert names == ([block.name for block in pipeline.plan.model.blocks] if rank == 0 else [])
-    return pipeline.state_dict()
 
 
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
@@ -138,16 +122,9 @@ def test_exports_load_strictly_and_back_into_a_pipeline(suffix: str, tmp_path: P
 
 def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    overrides = [
-        *TINY,
-        f"run_dir={folder}",
-        "trainer.export=pt",
-        "optim.average=0.9",
-        "trainer.limit_batches=3",
-        "trainer.stages=3",
-    ]
-    run(to_config(to_composed(*overrides, "logger=jsonl")), ALONE)
-    (row,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    settings = ("trainer.export=pt", "optim.average=0.9", "trainer.limit_batches=3", "trainer.stages=3", "logger=jsonl")
+    train(*TINY, f"run_dir={folder}", *settings)
+    (row,) = lines(folder / "metrics.jsonl")
     assert row["microbatches"] == 3
     assert {f"stage/{j}/gradient_norm" for j in (1, 2, 3)} <= row.keys()
     assert all(row[f"stage/{j}/gradient_norm"] >= 0 for j in (1, 2, 3))
@@ -171,14 +148,10 @@ def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsy
         ([".", "trainer.epoch=3"], "trainer.epoch: no such key; did you mean trainer.epochs?"),
     ],
 )
-def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monkeypatch, capsys) -> None:
-    from omegaconf import OmegaConf
-
-    OmegaConf.save(OmegaConf.create(as_data(to_config(to_composed()))), tmp_path / "config.yaml")
+def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    OmegaConf.save(OmegaConf.create(as_data(compose_overrides([]))), tmp_path / "config.yaml")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit):
-        evaluate(words)
-    assert f"error: {message}" in capsys.readouterr().err
+    assert refused(evaluate, words).startswith(message)
 
 
 # --- configuration ---
@@ -189,21 +162,13 @@ ROWS = re.findall(r"\| `(experiment=[^`]*)` \|", (ROOT / "docs" / "experiments.m
 
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_of_the_papers_composes_and_plans(row: str) -> None:
-    config = to_config(to_composed(*row.split()))
-    set_up(config, ALONE)
+    planned(*row.split())
 
 
 def test_every_preset_has_a_row() -> None:
     presets = set(purposes("experiment"))
-    presets -= {name for name in presets if name.startswith("inplace_abn/")}  # compared with the paper in test_abn_presets.py
+    presets -= {name for name in presets if name.startswith("inplace_abn/")}  # compared with the paper in test_recipes.py
     assert presets <= {row.split()[0].removeprefix("experiment=") for row in ROWS}
-    recipe = to_config(to_composed("experiment=revnet/cifar10"))
-    assert (recipe.optim.scaling, recipe.optim.options["nesterov"], recipe.schedule.options["milestones"]) == (
-        "none",
-        False,
-        [80, 120],
-    )
-    set_up(recipe, ALONE)
 
 
 def test_the_stage_map_tells_what_the_pipeline_does() -> None:
@@ -223,7 +188,7 @@ def test_the_stage_map_tells_what_the_pipeline_does() -> None:
 
 def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    run(to_config(to_composed(*TINY, "dry_run=true")), ALONE)
+    train(*TINY, "dry_run=true")
     assert "| stage |" in capsys.readouterr().out.replace("  ", " ")
     assert not list(tmp_path.iterdir())
 

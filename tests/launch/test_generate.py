@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -13,18 +14,23 @@ import torch
 from markupsafe import escape
 
 from launch import evaluate, generate, tokenize
-from launch.config.read import to_config
+from launch.config.compose import compose_overrides
 from launch.run.folder import RunFolder
 from launch.run.text import vocabulary
-from launch.run.training import run
 from petra.errors import PetraError
 from petra.models import revgpt
 from petra.training import load
-from tests.launch.test_launch import ALONE, to_composed
+from tests.support.commands import refused, train
 
 pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
 
 SHAPE = {"dim": 16, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 32}
+SPLIT = ("--separator", "<>", "--validation", "0.2")
+RUN = (
+    *("data=tokens", "data.classes=280", "data.size=16", "data.batch_size=4", "optim=adamw", "optim.lr=1e-3"),
+    *("model=revgpt_1m", *(f"model.{key}={value}" for key, value in SHAPE.items()), "model.delimiter=0", "trainer.epochs=1"),
+    *("trainer.device=cpu", "trainer.stages=2", "trainer.limit_batches=8", "trainer.export=safetensors"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +38,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run on a small corpus, whose vocabulary, tokens and output lie beside it."""
     folder = tmp_path_factory.mktemp("language")
     (folder / "a.txt").write_text("<>".join(f"The {w} of {i} is the {w}. " * 5 for i in range(30) for w in ("sun", "sea")))
-    words = ["--vocabulary", "280", "--separator", "<>", "--validation", "0.2"]
-    tokenize.main([str(folder / "a.txt"), "--out", str(folder / "tokens"), *words])
-    shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
-    data = ["data=tokens", f"data.root={folder}/tokens", "data.classes=280", "data.size=16", "data.batch_size=4"]
-    trainer = {"epochs": 1, "device": "cpu", "stages": 2, "limit_batches": 8, "export": "safetensors"}
-    other = ["optim=adamw", "optim.lr=1e-3", *(f"trainer.{key}={value}" for key, value in trainer.items())]
-    command = [*data, "model=revgpt_1m", *shape, "model.delimiter=0", *other, f"run_dir={folder}/run"]
+    tokenize.main([str(folder / "a.txt"), "--out", str(folder / "tokens"), *SPLIT, "--vocabulary", "280"])
     with (folder / "output.txt").open("w") as output, redirect_stdout(output):
-        run(to_config(to_composed(*command)), ALONE)
+        train(*RUN, f"data.root={folder}/tokens", f"run_dir={folder}/run")
     return folder
 
 
@@ -85,10 +85,10 @@ def test_the_sample_after_an_epoch_is_the_text_that_generate_writes(trained: Pat
         (["--temperature=-1"], "temperature: expected a number >= 0, got -1"),
         (
             ["--temperature=1e-310"],
-            "temperature: expected 0 for the most probable token, or a number from 1e-100 to 1e+100, got 1e-310",
+            "temperature: expected 0 for .* token, or a number from 1e-100 to .*, got 1e-310",
         ),
-        (["--temperature=inf"], "temperature: expected 0 for the most probable token, or a number from 1e-100 to 1e+100, got inf"),
-        (["--prompt=a\udcff"], "--prompt: expected text in UTF-8, got 'a\\udcff'"),
+        (["--temperature=inf"], "temperature: expected 0 for .* token, or a number from 1e-100 to .*, got inf"),
+        (["--prompt=a\udcff"], "--prompt: expected text in UTF-8, got 'a.udcff'"),
         (["--vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
         (["model.hidden=31"], "RUN/model.safetensors: does not fit revgpt"),
         (["tokns=3"], "tokns: no such key"),
@@ -96,12 +96,9 @@ def test_the_sample_after_an_epoch_is_the_text_that_generate_writes(trained: Pat
         (["--seed=x"], "command line: argument --seed: invalid int value: 'x'"),
     ],
 )
-def test_invalid_words_give_one_line(words: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        generate.main([f"{trained}/run", *words])
-    assert ended.value.code == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("weights of ")]
-    assert line.startswith("error: " + message.replace("RUN", f"{trained}/run"))
+def test_invalid_words_give_one_line(words: list[str], message: str, trained: Path) -> None:
+    error = refused(generate.main, [f"{trained}/run", *words])
+    assert re.match(message.replace("RUN", f"{trained}/run"), error)
 
 
 def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:
@@ -109,7 +106,7 @@ def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(trained / "tokens" / "tokenizer.json"))
-    config = to_config(to_composed("model=revgpt_1m", "data=tokens", f"data.root={trained}/tokens", "data.classes=280"))
+    config = compose_overrides(["model=revgpt_1m", "data=tokens", f"data.root={trained}/tokens", "data.classes=280"])
     encode, decode, _ = vocabulary(config, None)
     tokens = encode("naïve café → 日本\n twice twice")[1:]
     shown, expected = "", []
@@ -122,57 +119,42 @@ def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:
     assert "".join(expected).strip() == "naïve café → 日本\n twice twice"
 
 
-def test_a_vocabulary_with_more_tokens_than_the_network_is_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    vocabulary = str(trained / "larger" / "tokenizer.json")
-    tokenize.main(
-        [str(trained / "a.txt"), "--separator", "<>", "--vocabulary", "285", "--validation", "0.2", "--out", f"{trained}/larger"]
-    )
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        generate.main([f"{trained}/run", f"--vocabulary={vocabulary}"])
-    assert "tokenizer.json: expected a vocabulary of at most 280 tokens, the run's data.classes, got 285" in capsys.readouterr().err
+def test_a_vocabulary_with_more_tokens_than_the_network_is_refused(trained: Path) -> None:
+    tokenize.main([str(trained / "a.txt"), *SPLIT, "--vocabulary", "285", "--out", f"{trained}/larger"])
+    error = refused(generate.main, [f"{trained}/run", f"--vocabulary={trained}/larger/tokenizer.json"])
+    assert "tokenizer.json: expected a vocabulary of at most 280 tokens, the run's data.classes, got 285" in error
 
 
 @pytest.fixture(scope="module")
 def other(trained: Path) -> Path:
     """Tokens of a vocabulary of the same size, of which some are other words."""
     (trained / "b.txt").write_text("<>".join(f"A {w} by {i} or a {w}? " * 5 for i in range(30) for w in ("ship", "port")))
-    words = ["--separator", "<>", "--vocabulary", "280", "--validation", "0.2", "--out", f"{trained}/other"]
-    tokenize.main([str(trained / "b.txt"), *words])
+    tokenize.main([str(trained / "b.txt"), *SPLIT, "--vocabulary", "280", "--out", f"{trained}/other"])
     return trained / "other"
 
 
-def test_another_vocabulary_of_the_same_size_is_refused(
-    trained: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_vocabulary_of_the_same_size_is_refused(trained: Path, other: Path) -> None:
     """Of exported weights and of checkpoints, by evaluate and generate, as data.root or as files that replace the run's."""
     (checkpoint,) = (path for path in (trained / "run" / "checkpoints").iterdir() if path.is_dir())
     for words in ([], [f"--weights={checkpoint}"]):
         for command, root in ((evaluate.main, f"data.root={other}"), (generate.main, f"--vocabulary={other}/tokenizer.json")):
-            capsys.readouterr()
-            with pytest.raises(SystemExit):
-                command([f"{trained}/run", root, *words])
-            chosen, line = capsys.readouterr().err.splitlines()
-            assert chosen.startswith("weights of ")
-            assert "expected tokens of the vocabulary" in line
-            assert str(other) in line or line.startswith("error: data.root: ")
+            error = refused(command, [f"{trained}/run", root, *words])
+            assert "expected tokens of the vocabulary" in error
+            assert str(other) in error or error.startswith("data.root: ")
 
 
 @pytest.mark.parametrize("word", ["resume", "init_from"])
 def test_a_run_does_not_start_from_weights_for_another_vocabulary(word: str, trained: Path, other: Path, tmp_path: Path) -> None:
-    shape = [f"model.{key}={value}" for key, value in SHAPE.items()]
-    data = ["data=tokens", "data.classes=280", "data.size=16", "data.batch_size=4", "model=revgpt_1m", *shape, "model.delimiter=0"]
-    trainer = ["trainer.epochs=2", "trainer.device=cpu", "trainer.stages=2", "trainer.limit_batches=8"]
-    changes = [f"data.root={other}", f"run_dir={tmp_path}/run", f"{word}={trained}/run"]
+    changes = [f"data.root={other}", f"run_dir={tmp_path}/run", f"{word}={trained}/run", "trainer.epochs=2"]
     with pytest.raises(PetraError, match=r"^data\.root: expected tokens of the vocabulary \w{12}, with which .* was trained, got "):
-        run(to_config(to_composed(*data, "optim=adamw", "optim.lr=1e-3", *trainer, *changes)), ALONE)
+        train(*RUN, *changes)
 
 
 def test_other_text_of_the_same_vocabulary_and_unknown_vocabularies_are_evaluated(
     trained: Path, other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--separator", "<>", "--vocabulary", f"{trained}/tokens/tokenizer.json", "--validation", "0.2"]
-    tokenize.main([str(trained / "b.txt"), *words, "--out", f"{tmp_path}/same"])
+    words = ["--vocabulary", f"{trained}/tokens/tokenizer.json", "--out", f"{tmp_path}/same"]
+    tokenize.main([str(trained / "b.txt"), *SPLIT, *words])
     shutil.copytree(other, tmp_path / "unknown")
     facts = json.loads((other / "corpus.json").read_text())
     facts.pop("vocabulary", None)

@@ -1,21 +1,23 @@
-"""Files for other programs: Dockerfile, Compose, Slurm, Kubeflow, SkyPilot. The program or its schema reads each, if installed."""
+"""Files for other programs (Dockerfile, Compose, Slurm, Kubeflow, SkyPilot), and the commands of an installed wheel."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
+import torch
 import yaml
 
 from launch.node import Node
-
-ROOT = Path(__file__).parents[2]
+from tests.structure import ROOT
 
 
 def checked(tool: str, *arguments: str) -> str:
@@ -122,3 +124,56 @@ def test_skypilot_starts_a_node(tmp_path: Path) -> None:
     assert node == Node(2, 1, "8", "10.0.0.5", 29500)
     assert arguments == ["-m", "petra", "node", "model=revnet18", "data=synthetic", "trainer.epochs=1", "checkpoint.keep=0"]
     assert b"\0NPROC=stages\0" in (tmp_path / "environment").read_bytes()
+
+
+TINY = (
+    *("model=revnet18", "model.width=0.25", "data=synthetic", "data.images=16", "data.batch_size=4", "k=1"),
+    *("trainer.epochs=1", "trainer.limit_batches=2", "trainer.device=cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel of this checkout, without the network."""
+    pytest.importorskip("hatchling")
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, timeout=120)
+    (path,) = folder.glob("petra-*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unpack the wheel as pip does, beside two other packages that must not be imported."""
+    folder = tmp_path_factory.mktemp("site")
+    ZipFile(wheel).extractall(folder)
+    for name in ("launch", "conf"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise RuntimeError('another package, {name}')\n")
+    return folder
+
+
+def run_module(site: Path, cwd: Path, *words: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_wheel_installs_only_petra(wheel: Path) -> None:
+    names = ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"petra"}
+    here = {path.relative_to(ROOT).as_posix() for path in (ROOT / "conf").rglob("*.yaml")}
+    assert {f"petra/{name}" for name in here} <= {*names}
+    assert {"petra/py.typed", "petra/launch/templates/slurm.sbatch"} <= {*names}
+
+
+def test_train_in_two_processes_export_evaluate_and_load_in_pytorch(site: Path, tmp_path: Path) -> None:
+    """The sweep starts the processes of its run as petra train --nproc does."""
+    swept = run_module(site, tmp_path, "petra", "sweep", "--processes", "2", "--out", "out", *TINY, "trainer.export=pt")
+    assert "1 of 1 runs finished" in swept
+    numbers = json.loads(run_module(site, tmp_path, "petra", "evaluate", "out/run"))
+    assert numbers["images"] == 4
+    weights = torch.load(tmp_path / "out" / "run" / "model.pt", weights_only=True)
+    assert any("head" in name for name in weights)

@@ -1,10 +1,10 @@
-"""launch.plan, the file of unequal machines, and what they change in the partition."""
+"""launch.plan, the file of unequal machines, settings chosen automatically, and what they change in the partition."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,18 @@ from launch.config.machines import read_machines, write_machines
 from launch.doctor.links import describe, measure_speeds
 from launch.doctor.machine import Report
 from launch.plan import main
-from launch.run.build import set_up
-from launch.run.dry_run import memory_table
+from launch.run.autotune import tune_setup
+from launch.run.build import Setup, set_up
+from launch.run.dry_run import memory_table, stage_memories
 from launch.runtime.rank import Process
-from petra import ConfigError
+from petra import ConfigError, PetraError
+from petra.cost_model.autotune import Tuned
 from petra.cost_model.machines import Connection, Device, Link, Machines
 from petra.cost_model.zero_bubble import PREDICTED
+from tests.support.commands import ALONE, TINY, lines, planned, refused
+from tests.support.forked import Forked
+
+pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 SMALL = ["model=revnet18", "model.width=0.0625", "data=synthetic", "data.batch_size=2"]
 FILE = """
@@ -106,20 +112,12 @@ def test_memory_that_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_options_that_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--devices", "0", *SMALL])
-    assert capsys.readouterr().err == "error: --devices: expected a number > 0, got 0\n"
-
-
-@pytest.mark.parametrize(("name", "value"), [("latency", "inf"), ("teraflops", "-1"), ("bandwidth", "1e300"), ("memory", "nan")])
-def test_numbers_without_a_prediction_are_refused(name: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with suppress(SystemExit):
-        main(["--devices", "2", f"--{name}={value}", *SMALL])
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err.splitlines()[:1]) == ("", printed.err.splitlines())
-    assert printed.err.startswith(f"error: --{name}: expected ")
-    assert printed.err.endswith(f"got {float(value)}\n")
+@pytest.mark.parametrize("word", ["devices=0", "latency=inf", "teraflops=-1", "bandwidth=1e300", "memory=nan"])
+def test_numbers_without_a_prediction_are_refused(word: str) -> None:
+    name, value = word.split("=")
+    error = refused(main, ["--devices", "2", f"--{word}", *SMALL])
+    assert error.startswith(f"--{name}: expected ")
+    assert error.endswith(f"got {value if name == 'devices' else float(value)}")
 
 
 def test_a_plan_for_one_device(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,3 +125,47 @@ def test_a_plan_for_one_device(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "recommended: method=" in out
     assert "method.delay=" not in out
+
+
+def counted(setup: Setup) -> list[int]:
+    """Return the bytes of each stage by the account."""
+    method = setup.plan.method
+    stages = tuple(len(stage.blocks) for stage in setup.plan.stages)
+    return [memory.total for memory in stage_memories(setup, {}, method, Tuned(stages, method.delay, (), ()))]
+
+
+def test_stages_fit_the_memory_limit_by_the_account() -> None:
+    settings, two = (*TINY, "trainer.stages=auto"), Process(rank=0, world=2, local_rank=0, local_world=2)
+    free = counted(tune_setup(planned(*settings, place=two), ALONE))
+    limit = max(free) - 10_000
+    tight = tune_setup(planned(*settings, f"trainer.memory_limit={limit / 1e9}", place=two), ALONE)
+    assert max(counted(tight)) <= limit < max(free)
+    low = 0.3 * max(free) / 1e9
+    with pytest.raises(PetraError, match=rf"trainer\.memory_limit: expected at least .* GB for stage \d, got {low:.3g} GB"):
+        tune_setup(planned(*settings, f"trainer.memory_limit={low}", place=two), ALONE)
+
+
+def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:
+    settings = (*TINY, "method=petra_fresh")
+    before = tune_setup(planned(*settings, "trainer.stages=3"), ALONE)
+    chosen = json.loads(json.dumps(before.choices))
+    assert tune_setup(planned(*settings, "trainer.stages=3"), ALONE, chosen).plan.method.delay == before.plan.method.delay
+    other = tune_setup(planned(*settings, "trainer.stages=5"), ALONE, chosen)
+    assert len(other.plan.stages) == 5
+    assert isinstance(other.plan.method.delay, tuple)
+    assert len(other.plan.method.delay) == 4
+
+
+@pytest.mark.processes
+def test_two_processes_tune_and_trace(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = ["trainer.stages=auto", "method=petra_fresh", "trainer.trace=4", "trainer.stage_metrics=true"]
+    with Forked(tmp_path, [*TINY, *settings, f"run_dir={folder}"], 2) as run:
+        printed, _ = run.finish()
+    assert printed.count("chosen: stages=[") == 1
+    assert {"trace.json", "timeline.png", "timeline.svg"} <= {p.name for p in folder.iterdir()}
+    trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in trace} == {0, 1}
+    assert {f"{op}{m}" for op in "FB" for m in range(4)} <= {event["name"] for event in trace}
+    (row,) = lines(folder / "metrics.jsonl")
+    assert {"stage/1/forward_seconds", "stage/2/waiting_seconds", "stage/2/staleness", "stage/1/weight_drift"} <= row.keys()

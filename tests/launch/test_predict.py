@@ -1,23 +1,27 @@
-"""Predictions for new images, and the process group's end."""
+"""Predictions for new images, segmentation runs from a configuration, and the process group's end."""
 
 from __future__ import annotations
 
 import gc
 import json
-from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torch.nn import functional as F
 
-from launch import predict
+from launch import evaluate, predict
 from launch.run.weights import Weights
 from petra.data import load_dataset
-from petra.models import revnet18
+from petra.models import resnet18, revnet18
 from petra.pipeline import Pipeline
-from petra.training import facts_in, load, newest
+from petra.training import facts_in, load, newest, read_rows
+from tests.support.commands import refused, train
+from tests.support.fakes import write_image_folders
 from tests.support.forked import Forked
 
 RUN = (
@@ -29,13 +33,11 @@ RUN = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a short run on digits."""
-    base = tmp_path_factory.mktemp("predict")
-    with Forked(base, [*RUN, "trainer.device=cpu", "run_dir=run", "trainer.export=pt"], 1) as run:
-        run.finish()
-    return base / "run"
+    folder = tmp_path_factory.mktemp("predict") / "run"
+    train(*RUN, "trainer.device=cpu", f"run_dir={folder}", "trainer.export=pt")
+    return folder
 
 
-@pytest.mark.processes
 def test_predictions_equal_those_of_the_network_on_the_data_set(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,39 +59,26 @@ def test_predictions_equal_those_of_the_network_on_the_data_set(
         assert capsys.readouterr().out == "".join(lines)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command", "words", "message"),
     [
-        (["{folder}"], "error: command line: expected JPEG or PNG files, got none"),
-        (["{folder}", "{folder}/config.yaml"], "config.yaml: can't be read as a JPEG or PNG image"),
-        (["{folder}", "--weights={folder}/none.pt", "x.png"], "none.pt: cannot be read as exported weights"),
+        (predict, "", "command line: expected JPEG or PNG files, got none"),
+        (predict, "{folder}/config.yaml", "{folder}/config.yaml: can't be read as a JPEG or PNG image"),
+        (predict, "--weights={folder}/none.pt x.png", "{folder}/none.pt: cannot be read as exported weights"),
     ],
 )
-def test_invalid_predictions_are_errors_in_one_line(
-    words: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        predict.main([word.format(folder=folder) for word in words])
-    err = capsys.readouterr().err
-    assert message in err
-    assert len([line for line in err.splitlines() if not line.startswith("weights of ")]) == 1
+def test_invalid_words_are_errors_in_one_line(command: ModuleType, words: str, message: str, folder: Path) -> None:
+    error = refused(command.main, [str(folder), *words.format(folder=folder).split()])
+    assert error.startswith(message.format(folder=folder))
 
 
-@pytest.mark.processes
-def test_weights_that_are_not_finite_predict_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_not_finite_predict_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {key: value * float("nan") if value.is_floating_point() else value for key, value in load(folder / "model.pt").items()}
     monkeypatch.setattr(Weights, "read", lambda weights: state)
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
-    with suppress(SystemExit):
-        predict.main([f"{folder}", str(tmp_path / "a.png")])
-    printed = capsys.readouterr()
+    error = refused(predict.main, [f"{folder}", str(tmp_path / "a.png")])
     expected = f"weights that give finite scores for {tmp_path}/a.png, got scores that are not finite"
-    chosen, error = printed.err.splitlines()
-    assert chosen.startswith(f"weights of {folder}/model.pt, ")
-    assert (printed.out, error) == ("", f"error: {folder}/model.pt: expected {expected}")
+    assert error == f"{folder}/model.pt: expected {expected}"
 
 
 def _note_pipelines(rank: int) -> None:
@@ -111,3 +100,77 @@ def test_pipelines_end_before_their_process_group(tmp_path: Path) -> None:
     with Forked(tmp_path, [*words, "dp=2", "trainer.device=cpu", "run_dir=run"], 2, prepare=_note_pipelines) as run:
         run.finish()
     assert [json.loads((tmp_path / f"alive{rank}.json").read_text()) for rank in range(2)] == [0, 0]
+
+
+NETWORK = ("model=deeplabv3", "model.body=revnet18", "model.width=0.125", "model.norm=inplace_abn")
+SHAPE = ("data=segmentation", "data.classes=3", "data.size=32", "data.height=24", "data.batch_size=4", "data.workers=0")
+SEGMENTATION = (*NETWORK, *SHAPE, "trainer.epochs=2", "trainer.device=cpu", "trainer.export=pt", "k=1", "trainer.bootstrap=0.25")
+
+
+def write_folders(root: Path) -> None:
+    """Write images of three colours: the class of a pixel is its colour."""
+    for split, count in (("train", 8), ("val", 3)):
+        for i in range(count):
+            small = np.random.default_rng(i).integers(0, 3, (4, 6), dtype=np.uint8)
+            labels = np.kron(small, np.ones((10, 10), np.uint8))
+            labels[0] = 255
+            for kind, pixels in (("labels", labels), ("images", np.eye(3, dtype=np.uint8)[labels % 3] * 200)):
+                path = root / kind / split / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture(scope="module")
+def segmented(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a short run in two processes, with class-uniform sampling."""
+    base = tmp_path_factory.mktemp("segmentation")
+    write_folders(base / "data")
+    words = [*SEGMENTATION, f"data.root={base}/data", "run_dir=run", "trainer.stages=3", "data.sampling=class_uniform"]
+    with Forked(base, words, 2) as started:
+        started.finish()
+    return base / "run"
+
+
+@pytest.mark.processes
+def test_records_have_the_miou(segmented: Path) -> None:
+    rows = read_rows(segmented / "metrics.jsonl")
+    assert len(rows) == 2
+    for row in rows:
+        assert {"train_miou", "test_miou", "train_accuracy", "pixels_per_second"} <= row.keys()
+        assert 0 < row["test_miou"] < 1
+    assert "counts" not in json.dumps(json.loads((segmented / "summary.json").read_text()))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("changes", [[], ["data.batch_size=5"]])
+def test_evaluation_repeats_the_last_epochs(segmented: Path, changes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate.main([f"{segmented}", *changes])
+    found, last = json.loads(capsys.readouterr().out), read_rows(segmented / "metrics.jsonl")[-1]
+    assert found["pixels"] == 3 * 39 * 60
+    for name in ("loss", "accuracy", "miou"):
+        assert found[name] == pytest.approx(last[f"test_{name}"], rel=1e-5)
+    shares = [iou for iou in found["iou"].values() if iou is not None]
+    assert [*found["iou"]] == ["0", "1", "2"]
+    assert found["miou"] == pytest.approx(sum(shares) / len(shares))
+
+
+def test_classification_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Train with in-place leaky ReLU; evaluate with ReLU, against a forward by hand."""
+    write_image_folders(tmp_path / "data", train=4, val=2)
+    words = ["data=imagenet", f"data.root={tmp_path}/data", "data.classes=3", "data.size=32", "data.workers=0", "data.batch_size=4"]
+    words += ["model=resnet18", "model.width=0.125", "model.norm=inplace_abn"]
+    arguments = [*words, "trainer.epochs=1", "run_dir=run", "trainer.device=cpu", "trainer.export=pt", "k=1"]
+    monkeypatch.chdir(tmp_path)
+    train(*arguments)
+    capsys.readouterr()
+    test = load_dataset("imagenet", root=tmp_path / "data", size=32).test
+    images, targets = (read(torch.arange(6), None) for read in (test.inputs, test.targets))
+    network = resnet18(3, 0.125, activation="relu").build(0)
+    network.load_state_dict(load(tmp_path / "run" / "model.pt"))
+    with torch.no_grad():
+        scores = network.eval()(images)
+    evaluate.main([f"{tmp_path}/run", "model.norm=batchnorm", "model.activation=relu"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["images"] == 6
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(scores, targets)), rel=1e-4)
+    assert found["accuracy"] == pytest.approx(float((scores.argmax(1) == targets).float().mean()))

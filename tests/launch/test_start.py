@@ -16,17 +16,22 @@ from PIL import Image
 from launch import evaluate, generate, predict
 from launch.config.compose import compose_overrides
 from launch.run.records import default_folder
-from launch.run.training import run
 from launch.runtime.agent import StopRequest
 from petra import PetraError
 from petra.errors import Interrupted
 from petra.training import Checkpoints, facts_of, load
 from petra.training.checkpoint import FACTS, MANIFEST, checksum, write_synced
-from tests.launch.test_launch import ALONE, TINY
+from tests.support import commands
+from tests.support.commands import TINY, lines, refused
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 SMALL = (*TINY, "data.size=16", "data.images=32", "model.width=0.25", "trainer.stages=2", "k=2", "trainer.export=pt")
+AGAIN = ("run_dir=first", "resume=auto")
+
+
+def train(*overrides: str) -> None:
+    commands.train(*SMALL, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +52,9 @@ def trained(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return Path("first")
 
 
-def train(*overrides: str) -> None:
-    run(compose_overrides([*SMALL, *overrides]), ALONE)
+def clocks(folder: str = "first") -> list[tuple[int, int]]:
+    """Return epoch and microbatches done of each row of a run's metrics."""
+    return [(row["epoch"], row["microbatches"]) for row in lines(Path(folder, "metrics.jsonl"))]
 
 
 def test_runs_that_start_in_the_same_second_have_different_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,40 +66,54 @@ def test_runs_that_start_in_the_same_second_have_different_folders(tmp_path: Pat
     assert all(folder.parent == Path("runs") and folder.is_dir() for folder in folders)
 
 
+REFUSED = [
+    ("data.classes=7 init_from=first run_dir=new", r"model\.pt: block head does not fit"),
+    (
+        "init_from=first init_skip=[classifier] run_dir=new",
+        r"init_skip: expected names of blocks \(stem, .*, head\), got classifier",
+    ),
+    ("optim.lr=0.5", r"optim\.lr: expected 0\.1 as in .* \(resume_change=\[optim\.lr\] allows another value\)"),
+    ("optim.lr=0.5 schedule.gamma=0.3 resume_change=[optim.lr]", r"schedule\.gamma: expected 0\.1 as in"),
+    ("resume_change=[optim.rate]", r"resume_change: expected a list of keys and groups, got optim\.rate"),
+    (
+        "optim=adamw resume_change=[optim,schedule]",
+        r"optim\._target_: expected petra\.training\.optim\.sgd as in .*000000004, which the run resumes from \(.*\), got .*adamw",
+    ),
+    (
+        "data.batch_size=4 resume_change=[data.batch_size]",
+        r"000000004: expected data with 4 microbatches in an epoch, as in the run so far \(init_from .*\), got 8",
+    ),
+    ("k=4 resume_change=[k]", r"^k: expected 2 as in .*000000004, which the run resumes from \(init_from .*\), got 4"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
+def test_starts_that_are_refused(overrides: str, message: str, trained: Path) -> None:
+    words = overrides.split()
+    resumed = () if "init_from=first" in words else AGAIN
+    with pytest.raises(PetraError, match=message):
+        train(*resumed, "trainer.epochs=2", *words)
+
+
 def test_weights_of_a_network_with_another_head(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ["data.classes=7", "trainer.epochs=1", "optim.lr=0"]
-    with pytest.raises(PetraError, match=r"model\.pt: block head does not fit"):
-        train(*more, f"init_from={trained}", "run_dir=refused")
-    train(*more, f"init_from={trained}", "init_skip=[head]", "run_dir=tuned")
-    assert (
-        f"initial weights of 9 of 10 blocks from {trained}/model.pt, after microbatch 4 (1 epochs done); random: head"
-        in capsys.readouterr().out
-    )
+    train("data.classes=7", "optim.lr=0", f"init_from={trained}", "init_skip=[head]", "run_dir=tuned")
+    told = f"initial weights of 9 of 10 blocks from {trained}/model.pt, after microbatch 4 (1 epochs done); random: head"
+    assert told in capsys.readouterr().out
     before, after = load(trained / "model.pt"), load(Path("tuned/model.pt"))
     assert after["head.linear.weight"].shape[0] == 7
     weights = [key for key in before if key.endswith("weight") and not key.startswith("head.")]
     assert weights
     assert all(torch.equal(before[key], after[key]) for key in weights)
-    with pytest.raises(PetraError, match=r"init_skip: expected names of blocks \(stem, .*, head\), got classifier"):
-        train(f"init_from={trained}", "init_skip=[classifier]", "run_dir=wrong")
 
 
-def test_a_resumed_run_changes_only_what_resume_change_names(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    again = ("run_dir=first", "resume=auto", "trainer.epochs=2", "optim.lr=0.5", "schedule.gamma=0.3")
-    with pytest.raises(PetraError, match=r"optim\.lr: expected 0\.1 as in .* \(resume_change=\[optim\.lr\] allows another value\)"):
-        train(*again)
-    with pytest.raises(PetraError, match=r"schedule\.gamma: expected 0\.1 as in"):
-        train(*again, "resume_change=[optim.lr]")
-    train(*again, "resume_change=[optim.lr,schedule]")
+def test_a_resumed_run_records_what_it_changes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(*AGAIN, "trainer.epochs=2", "optim.lr=0.5", "schedule.gamma=0.3", "resume_change=[optim.lr,schedule]")
     assert "optim.lr is 0.5 from here on, was 0.1" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (trained / "changes.jsonl").read_text().splitlines()]
-    assert rows == [
+    assert lines(trained / "changes.jsonl") == [
         {"microbatch": 4, "key": "optim.lr", "before": 0.1, "now": 0.5},
         {"microbatch": 4, "key": "schedule.gamma", "before": 0.1, "now": 0.3},
     ]
-    assert len((trained / "metrics.jsonl").read_text().splitlines()) == 2
-    with pytest.raises(PetraError, match=r"resume_change: expected a list of keys and groups, got optim\.rate"):
-        train(*again, "resume_change=[optim.rate]")
+    assert len(clocks()) == 2
 
 
 @pytest.mark.parametrize("content", [b"\0: [damaged", None])
@@ -103,9 +123,9 @@ def test_a_run_resumes_without_its_config_file(content: bytes | None, trained: P
     (trained / "config.yaml").unlink()
     if content is not None:
         (trained / "config.yaml").write_bytes(content)
-    train("run_dir=first", "resume=auto", "trainer.epochs=2")
+    train(*AGAIN, "trainer.epochs=2")
     assert (trained / "config.yaml").read_text() == before.replace("epochs: 1", "epochs: 2").replace("resume: null", "resume: auto")
-    assert len((trained / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(clocks()) == 2
 
 
 def test_a_run_resumes_if_its_folder_was_deleted_while_it_wrote(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,10 +139,10 @@ def test_a_run_resumes_if_its_folder_was_deleted_while_it_wrote(trained: Path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoints, "save", deleting)
-        train("run_dir=first", "resume=auto", "trainer.epochs=3")
+        train(*AGAIN, "trainer.epochs=3")
     assert not (trained / "config.yaml").exists()
-    train("run_dir=first", "resume=auto", "trainer.epochs=3")
-    assert [row["epoch"] for row in map(json.loads, (trained / "metrics.jsonl").read_text().splitlines())] == [1, 2, 3]
+    train(*AGAIN, "trainer.epochs=3")
+    assert clocks() == [(1, 4), (2, 8), (3, 12)]
     assert (trained / "config.yaml").exists()
 
 
@@ -137,15 +157,6 @@ def test_a_warm_up_that_does_not_end_is_one_warning(
     assert warnings == ([f"warning: schedule.warmup_epochs=4: {expected}"] if stated else [])
 
 
-def test_epochs_of_another_length_are_refused(trained: Path) -> None:
-    again = ("run_dir=first", "resume=auto", "trainer.epochs=2")
-    message = r"000000004: expected data with 4 microbatches in an epoch, as in the run so far \(init_from .*\), got 8"
-    with pytest.raises(PetraError, match=message):
-        train(*again, "data.batch_size=4", "resume_change=[data.batch_size]")
-    with pytest.raises(PetraError, match=r"^k: expected 2 as in .*000000004, which the run resumes from \(init_from .*\), got 4"):
-        train(*again, "k=4", "resume_change=[k]")
-
-
 def test_a_checkpoint_without_the_state_of_its_trainer_is_one_line(trained: Path) -> None:
     folder = trained / "checkpoints" / "000000004"
     facts = facts_of(folder)
@@ -153,23 +164,13 @@ def test_a_checkpoint_without_the_state_of_its_trainer_is_one_line(trained: Path
     write_synced(folder / FACTS, facts)
     write_synced(folder / MANIFEST, {"files": {path.name: checksum(path) for path in folder.iterdir() if path.name != MANIFEST}})
     with pytest.raises(PetraError, match=r"^checkpoint .*000000004: expected the state of a trainer in its facts"):
-        train("run_dir=first", "resume=auto", "trainer.epochs=2")
+        train(*AGAIN, "trainer.epochs=2")
 
 
-def test_another_optimizer_cannot_resume(trained: Path) -> None:
-    message = (
-        r"optim\._target_: expected petra\.training\.optim\.sgd as in .*000000004, which the run resumes from \(.*\), got .*adamw"
-    )
-    with pytest.raises(PetraError, match=message):
-        train("run_dir=first", "resume=auto", "trainer.epochs=2", "optim=adamw", "resume_change=[optim,schedule]")
-
-
-def test_a_run_past_the_epochs_asked_for_is_refused(
-    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_past_the_epochs_asked_for_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would export the weights of the middle of an epoch as those of the epochs asked for."""
     before = (trained / "model.pt").read_bytes()
-    again = ("run_dir=first", "resume=auto", "checkpoint.every=2")
+    again = (*AGAIN, "checkpoint.every=2")
     with monkeypatch.context() as patch:
         patch.setattr("launch.run.training.StopRequest", StoppedAtOnce)
         with pytest.raises(Interrupted):
@@ -210,12 +211,12 @@ def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[str, flo
 
 
 def last_loss() -> float:
-    return float(json.loads(Path("first/metrics.jsonl").read_text().splitlines()[-1])["test_loss"])
+    return float(lines(Path("first/metrics.jsonl"))[-1]["test_loss"])
 
 
 def test_a_newer_export_of_another_format_replaces_the_older(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("safetensors")
-    train("run_dir=first", "resume=auto", "trainer.epochs=2", "trainer.export=safetensors")
+    train(*AGAIN, "trainer.epochs=2", "trainer.export=safetensors")
     path, loss, said = evaluated(capsys)
     assert (path, loss) == ("first/model.safetensors", last_loss())
     assert "weights of first/model.safetensors, after microbatch 8 (2 epochs done)" in said
@@ -229,7 +230,7 @@ def test_a_checkpoint_of_a_stopped_run_replaces_an_older_export(
 ) -> None:
     monkeypatch.setattr("launch.run.training.StopRequest", StoppedAtOnce)
     with pytest.raises(Interrupted):
-        train("run_dir=first", "resume=auto", "trainer.epochs=2", "checkpoint.every=2")
+        train(*AGAIN, "trainer.epochs=2", "checkpoint.every=2")
     path, loss, said = evaluated(capsys)
     assert path == "first/checkpoints/000000006"
     assert "weights of first/checkpoints/000000006, after microbatch 6 (1 epochs done)" in said
@@ -238,7 +239,7 @@ def test_a_checkpoint_of_a_stopped_run_replaces_an_older_export(
 
 
 def test_moving_averages_are_taken_by_their_paths_only(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    average = ("run_dir=first", "resume=auto", "resume_change=[optim.average]")
+    average = (*AGAIN, "resume_change=[optim.average]")
     train(*average, "trainer.epochs=2", "optim.average=0.9")
     path, loss, said = evaluated(capsys)
     assert path == "first/model.pt"
@@ -251,9 +252,8 @@ def test_moving_averages_are_taken_by_their_paths_only(trained: Path, capsys: py
     path, loss, said = evaluated(capsys)
     assert (path, loss) == ("first/model.pt", last_loss())
     assert "ema.pt" not in said
-    with pytest.raises(SystemExit):
-        evaluated(capsys, "--weights=first/checkpoints/000000012/average")
-    assert "expected a checkpoint with a moving average (optim.average), got none" in capsys.readouterr().err
+    error = refused(evaluate.main, ["first", "--weights=first/checkpoints/000000012/average"])
+    assert "expected a checkpoint with a moving average (optim.average), got none" in error
 
 
 def test_an_export_without_a_clock_is_older_than_any_checkpoint(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,14 +274,9 @@ def test_generate_and_predict_take_the_newest_weights(
     texts = ("data=text", "data.root=text", "model=revgpt", "model.dim=8", "model.heads=2", "model.depth=1", "data.size=8")
     images = ("data=digits", "model=revnet18", "model.width=0.0625")
     common = ("k=2", "data.batch_size=4", "trainer.device=cpu", "trainer.limit_batches=2", "resume=auto")
-    for words, command in (
-        (texts, lambda: generate.main(["a", "--tokens=1", "--prompt=a"])),
-        (images, lambda: predict.main(["b", "x.png"])),
-    ):
-        folder = "a" if words == texts else "b"
+    for words, command, folder, *rest in ((texts, generate, "a", "--tokens=1", "--prompt=a"), (images, predict, "b", "x.png")):
         for epochs, kind in ((1, "pt"), (2, "none")):
-            line = [*words, *common, f"run_dir={folder}", f"trainer.epochs={epochs}", f"trainer.export={kind}"]
-            run(compose_overrides(line), ALONE)
+            commands.train(*words, *common, f"run_dir={folder}", f"trainer.epochs={epochs}", f"trainer.export={kind}")
         capsys.readouterr()
-        command()
+        command.main([folder, *rest])
         assert f"weights of {folder}/checkpoints/000000004, after microbatch 4 (2 epochs done)" in capsys.readouterr().err

@@ -18,8 +18,8 @@ from launch.config.compose import compose_overrides
 from launch.run import jobs
 from launch.run.training import run
 from launch.runtime import agent
-from launch.runtime.rank import Process
 from petra import ConfigError
+from tests.support.commands import ALONE, refused
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
@@ -46,10 +46,8 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
         (["--config-dir", "nowhere"], "--config-dir: expected a folder, got nowhere"),
     ],
 )
-def test_options_that_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        sweep.main([*words, "k=1,2"])
-    assert capsys.readouterr().err == f"error: {message}\n"
+def test_options_that_are_refused(words: list[str], message: str) -> None:
+    assert refused(sweep.main, [*words, "k=1,2"]) == message
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
@@ -74,7 +72,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         config = compose_overrides(overrides)
         folders.append(Path(str(config.run_dir)).name)
         if config.seed != 13:
-            run(config, Process(rank=0, world=1, local_rank=0, local_world=1))
+            run(config, ALONE)
 
     monkeypatch.setattr(jobs.subprocess, "run", in_this_process)
     monkeypatch.setattr(agent, "run_agent", train)
@@ -109,8 +107,6 @@ def test_an_interrupted_sweep_continues(trained: list[str], tmp_path: Path, caps
     assert trained == ["seed=1", "seed=13", "seed=2", "seed=2"]
     assert "resuming from" in capsys.readouterr().out
 
-    assert swept(*here, "seed=1,2", "schedule.gamma=0.5") == 2
-    assert "a finished run with another schedule.gamma" in capsys.readouterr().err
-    assert swept(*here, "k=1,0") == 2
-    assert "error: k: expected an integer >= 1, got 0" in capsys.readouterr().err
+    assert "a finished run with another schedule.gamma" in refused(sweep.main, [*here, *TINY, "seed=1,2", "schedule.gamma=0.5"])
+    assert refused(sweep.main, [*here, *TINY, "k=1,0"]) == "k: expected an integer >= 1, got 0"
     assert len(trained) == 4

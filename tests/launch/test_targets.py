@@ -1,9 +1,12 @@
-"""Keys of what ``_target_`` names: they are read from the source of petra, without importing torch."""
+"""What ``_target_`` names: keys read from the source of petra without torch, and functions of a user's own (docs/own_model.md)."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -18,12 +21,19 @@ from launch.config.keys import signature as parameters
 from launch.config.presets import targets
 from launch.config.read import all_keys, to_config
 from launch.config.schema import SECTIONS
+from launch.evaluate import main as evaluate
+from launch.run.build import set_up
 from launch.run.folder import as_data, changes_results, read_config
+from launch.run.targets import imported
+from launch.sweep import jobs
 from petra import ConfigError
 from petra.data import DATASETS
 from petra.errors import accepted
 from petra.models import MODELS
 from petra.training import FORMATS, OPTIMIZERS
+from tests.structure import ROOT
+from tests.support.commands import ALONE, refused
+from tests.support.forked import Forked
 
 TARGETS = [(group, target) for group in SECTIONS for target in targets(group)]
 
@@ -122,3 +132,67 @@ def test_the_folder_of_a_run_is_data(text: str, trusted: bool, message: str, tmp
 def test_a_resumed_run_may_evaluate_another_part_of_any_data_set() -> None:
     assert not changes_results("data.split")
     assert changes_results("data.validation")
+
+
+OWN = ("model._target_=mine.network", "data._target_=mine.rows", "data.classes=3", "data.size=8")
+SMALL = ("data.batch_size=8", "optim.lr=0.05", "trainer.device=cpu", "trainer.stages=2", "run_dir=run")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a working directory with examples/own_functions.py as the module ``mine``. The test leaves no trace of the module."""
+    shutil.copyfile(ROOT / "examples" / "own_functions.py", tmp_path / "mine.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return tmp_path
+
+
+@pytest.mark.processes
+def test_an_own_model_and_data_set_from_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Forked(folder, [*OWN, *SMALL, "trainer.epochs=1"], 2) as run:
+        run.finish()
+    with Forked(folder, [*OWN, *SMALL, "trainer.epochs=2", "resume=auto"], 1) as run:
+        printed, _ = run.finish()
+    assert "resuming from run/checkpoints/" in printed
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["model"], summary["data"], summary["epochs"]) == ("mine", "mine.rows", 2)
+    assert refused(evaluate, ["run"]) == "model._target_: expected a function of petra, got mine.network; --trust imports it"
+    evaluate(["run", "--trust"])
+    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(summary["test_accuracy"])
+    assert [job.config.model.name for job in jobs([*OWN, "k=1,2"], folder)] == ["mine.network"] * 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model._target_=none_such.build"],
+            r"model\._target_: none_such can't be imported \(ModuleNotFoundError: No module named 'none_",
+        ),
+        (["model._target_=mine.none"], "model._target_: expected a function of mine, got none"),
+        (
+            ["model._target_=mine.rows"],
+            "model._target_: expected a function that returns a petra.model.Model, got mine.rows",
+        ),
+        (
+            ["data._target_=mine.network"],
+            r"data._target_: expected a function that returns a petra\.data\..*Dataset, got mine.network",
+        ),
+        (["data.classes=4"], r"data\.classes: expected 3 for rows, got 4"),
+        (["model.width=0.5"], r"model\.width: expected null for mine\.network, which has the options depth, got 0\.5"),
+        (["model._target_=mine:network"], "model._target_: expected .* or module.function of your own, got mine:network"),
+        (["data.root=x"], r"data\.root: expected null for mine\.rows, which has the options .*, got x"),
+    ],
+)
+def test_errors_of_own_functions_are_one_line(overrides: list[str], message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        set_up(compose_overrides([*OWN, *SMALL, *overrides]), ALONE)
+
+
+def test_an_error_while_a_module_is_imported_names_the_module(folder: Path) -> None:
+    (folder / "broken_module.py").write_text("1 / 0")
+    with pytest.raises(
+        ConfigError, match=r"data\._target_: broken_module can't be imported \(ZeroDivisionError: division by zero\)"
+    ):
+        imported("data._target_", "broken_module.rows")
