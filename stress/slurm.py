@@ -196,7 +196,7 @@ def _daemon(words: Sequence[str], folder: Path, name: str) -> subprocess.Popen[b
 
 JOB = str(ROOT / "launch" / "templates" / "slurm.sbatch")
 SMALL = (
-    *("data=synthetic", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu", "trainer.threads=1"),
+    *("data=synthetic", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),
     "trainer.timeout=120",
 )
 RUN = (*SMALL, "model=revnet18", "data.images=400", "trainer.epochs=3", "checkpoint.every=20", "trainer.export=pt", "resume=auto")

@@ -53,6 +53,8 @@ LINKS = {
 TIMEOUT = 1800
 
 SPELLINGS: tuple[tuple[str, str | None], ...] = (
+    ("trainer.exact_streams=true", "trainer.streams=exact"),
+    ("trainer.wire=bf16", "trainer.streams=bf16"),
     ("optim.ema=", "optim.average="),
     ("optim.clip_scope=global", "optim.clip_globally=true"),
     ("trainer.nonfinite=", "optim.nonfinite="),

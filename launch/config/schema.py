@@ -100,12 +100,17 @@ class RemedyConfig(Section):
     """Remedies for staleness: a function or class that makes them.
 
     Attributes:
-        name: Name in records.
         discount: Epochs over which a stage's learning rate rises from lr / s to lr, where s is its staleness in updates; 0: off.
     """
 
-    name: str = "none"
     discount: Annotated[float, ">= 0"] = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name in records: the keys with other values than their defaults, after the target if it is not petra's."""
+        known, own = keys("remedy", self._target_), {"discount": self.discount, **self.options}
+        changed = [f"{name}={value}" for name, value in own.items() if name not in known or value != known[name].default]
+        return ", ".join([*([] if is_shipped(self._target_) else [self._target_]), *changed]) or "none"
 
 
 @dataclass(kw_only=True)
@@ -143,9 +148,8 @@ class TrainerConfig:
         transport: auto; local (one process); lockstep or edge (several processes); on GPUs, auto selects lockstep, and edge can
             hang.
         precision: Type of convolutions and matrix products: float32, bf16 or fp16; streams stay in float32.
-        exact_streams: Round both terms of the sums in reversible blocks, so that the sums are exact; with unchanged weights,
-            reconstruction is then exact bit for bit.
-        wire: Type of streams and gradients between stages: float32, or bf16, which halves messages and rounds streams.
+        streams: float32; exact: round both terms of the sums in reversible blocks, so that, with unchanged weights, reconstruction
+            is exact bit for bit; bf16: send streams and gradients between stages in bf16, which halves messages and rounds streams.
         label_smoothing: Label smoothing of the training loss.
         bootstrap: null: the training loss is a mean over all pixels; or the fraction of the pixels of each image with the highest
             losses that count, such as 0.25 (online bootstrapping).
@@ -159,7 +163,6 @@ class TrainerConfig:
         limit_batches: Maximum number of microbatches per epoch and per evaluation, for short tests; null: no limit.
         export: Format of the exported weights: none; pt: model.pt in the run folder; safetensors: model.safetensors (pip install -e
             '.[safetensors]'); with optim.average also ema.*.
-        threads: Compute threads per process; results are equal bit for bit only for the same number of threads.
         device: auto (CUDA if there is a GPU), cpu or cuda.
         timeout: Seconds that a process waits for another before the run ends with an error.
         memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto; null: no limit.
@@ -179,8 +182,7 @@ class TrainerConfig:
     stages: Annotated[int | list[int] | Literal["auto"] | None, ">= 1", "same results"] = None
     transport: Annotated[Literal["auto", "local", "lockstep", "edge"], "same results"] = "auto"
     precision: Literal["float32", "bf16", "fp16"] = "float32"
-    exact_streams: bool = False
-    wire: Literal["float32", "bf16"] = "float32"
+    streams: Literal["float32", "exact", "bf16"] = "float32"
     label_smoothing: Annotated[float, ">= 0 and < 1"] = 0.0
     bootstrap: Annotated[float | None, "> 0 and <= 1"] = None
     channels_last: Annotated[bool, "same results"] = True
@@ -189,7 +191,6 @@ class TrainerConfig:
     compile: Annotated[Backend | Mode | None, "same results"] = None
     limit_batches: Annotated[int | None, ">= 1"] = None
     export: Annotated[Literal["none", "pt", "safetensors"], "same results"] = "none"
-    threads: Annotated[int, ">= 1 and <= 1000", "same results"] = 1
     device: Annotated[Literal["auto", "cpu", "cuda"], "same results"] = "auto"
     timeout: Annotated[float, "> 0 and <= 2000000", "same results"] = 600.0
     memory_limit: Annotated[float | None, "> 0", "same results"] = None

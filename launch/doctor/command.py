@@ -4,7 +4,7 @@
 ``petra node --module launch.doctor`` the processes of several nodes. With ``cluster.machines=FILE``, it also measures the speed of
 each device and writes the file that auto-tuning reads.
 
-Arguments are keys of the configuration, as of ``petra train``: above all dp, trainer.device, trainer.threads and cluster.machines.
+Arguments are keys of the configuration, as of ``petra train``: above all dp, trainer.device and cluster.machines.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from petra.distributed import all_gather_objects
 from petra.errors import first_line, invalid
 from petra.plan.layout import processes_per_replica
@@ -20,6 +22,7 @@ from petra.plan.layout import processes_per_replica
 from ..config.compose import command_line_configs
 from ..config.machines import write_machines
 from ..config.schema import Config
+from ..run.build import set_numerics
 from ..run.markdown import table
 from ..runtime.agent import this_process
 from ..runtime.network import set_variables
@@ -55,8 +58,8 @@ def examine(config: Config, process: Process) -> None:
     set_variables()
     try:
         with process.process_group(device, config.trainer.timeout):
-            trainer = config.trainer
-            found = inspect_machine(process, device, trainer.threads, requested=trainer.device)
+            set_numerics(config.trainer)
+            found = inspect_machine(process, device, torch.get_num_threads(), requested=config.trainer.device)
             reports = all_gather_objects(found)
             links = measure_links(device, config.dp) if process.world > 1 else {}
             speeds = [] if config.cluster.machines is None else measure_speeds(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from ..runtime.rank import Process
 from .data import data_sources, describe_inputs, unit_of
 from .targets import built, factory, imported, takes
 
+THREADS = "OMP_NUM_THREADS"
+"""Variable with the number of compute threads of a process. Results are equal bit for bit only for the same number."""
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
 
@@ -122,8 +125,9 @@ def learning_rate(config: Config, microbatches_per_epoch: int) -> Schedule:
 
 
 def set_numerics(trainer: TrainerConfig) -> None:
-    """Set torch's number of threads and its options that change the last bits of results."""
-    torch.set_num_threads(trainer.threads)
+    """Set torch's number of threads, one by default, and its options that change the last bits of results."""
+    if THREADS not in os.environ:
+        torch.set_num_threads(1)
     torch.set_float32_matmul_precision(trainer.matmul_precision)
     torch.backends.cudnn.allow_tf32 = trainer.matmul_precision != "highest"
     torch.backends.cudnn.benchmark = trainer.cudnn_benchmark
@@ -193,8 +197,6 @@ def check(config: Config, process: Process) -> None:
     require(momentum, "optim.nesterov", "false with optim.momentum=0", True)
     scaled = rules["loss_scale"] is None or trainer.precision == "fp16"
     require(scaled, "optim.loss_scale", f"null with trainer.precision={trainer.precision}", rules["loss_scale"])
-    exact = not trainer.exact_streams or trainer.wire == "float32"
-    require(exact, "trainer.exact_streams", f"false with trainer.wire={trainer.wire}", "true")
 
 
 def _check_elastic(config: Config, process: Process) -> None:
@@ -204,7 +206,7 @@ def _check_elastic(config: Config, process: Process) -> None:
     located = config.run_dir is not None and config.resume == AUTO
     require(located, "cluster.elastic", "false without run_dir and resume=auto", "true")
     require(process.device(config.trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
-    require(not config.trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
+    require(config.trainer.streams != "exact", "trainer.streams", "float32 or bf16 with cluster.elastic=true", "exact")
     automatic = AUTO in (config.trainer.stages, config.method.delay)
     require(not automatic, "cluster.elastic", "false with automatic settings", "true")
 
@@ -218,6 +220,7 @@ def _plan(
     config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int, device: torch.device
 ) -> Plan:
     (inputs, refetch), trainer = describe_inputs(config.data), config.trainer
+    wire = type_of("bf16") if trainer.streams == "bf16" else None
     try:
         return make_plan(
             model,
@@ -227,7 +230,7 @@ def _plan(
             stages=stages,
             processes=processes,
             dp=config.dp,
-            numerics=Numerics(type_of(trainer.precision), trainer.channels_last, trainer.exact_streams, type_of(trainer.wire)),
+            numerics=Numerics(type_of(trainer.precision), trainer.channels_last, trainer.streams == "exact", wire),
             transport=trainer.transport,
             device_type=device.type,
             metrics=sum(map(size_of, _metrics(config.data, unit_of(config.data, inputs)).values())),

@@ -15,7 +15,6 @@ def remedies(
     discount: int = 0,
     correction: Annotated[float, ">= 0 and < 1"] = 0.0,
     prediction: Literal["none", "velocity", "difference"] = "none",
-    horizon: Annotated[float, "> 0 and <= 100"] = 1.0,
     feedback: Annotated[float, ">= 0"] = 0.0,
 ) -> tuple[Remedy, ...]:
     """Return the remedies that are not off.
@@ -27,7 +26,6 @@ def remedies(
             decay per s updates; >= 0 and < 1; 0: off.
         prediction: Prediction of the weights for the forward pass: none, velocity (from the optimizer) or difference (from the
             last update).
-        horizon: Number of updates that the prediction looks ahead, as a multiple of s.
         feedback: Extrapolate each update by this factor times s from the last two updates; >= 0; 0: off.
 
     Raises:
@@ -41,5 +39,5 @@ def remedies(
     if correction:
         found.append(Correction(correction))
     if prediction != "none":
-        found.append(WeightPrediction(prediction, horizon))
+        found.append(WeightPrediction(prediction))
     return tuple(found)

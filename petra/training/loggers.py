@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Literal
+from typing import Any
 
 from petra.errors import ConfigError
 from petra.training.records import write_text_atomically, writing
@@ -47,14 +48,13 @@ class WandbLogger(Logger):
     """One run of Weights & Biases, also if training is interrupted and resumes. Its steps are microbatches.
 
     The identity of the run is stored in the folder, in the file ``wandb/run_id``. Offline, a resumed run writes its whole history
-    again, into one folder ``wandb/offline-run-...`` that replaces those before.
+    again, into one folder ``wandb/offline-run-...`` that replaces those before. The environment selects the project
+    (``WANDB_PROJECT``, by default petra) and the mode (``WANDB_MODE``, by default offline, which writes only to ``folder``).
 
     Args:
         folder: Folder of the run.
         config: Configuration of the run.
         rows: Rows logged before the run resumes, in the order of ``microbatches``.
-        project: Name of the project on the server.
-        mode: ``offline`` writes only to ``folder``; ``online`` also sends to the server.
 
     Raises:
         ConfigError: If the package is not installed.
@@ -68,8 +68,6 @@ class WandbLogger(Logger):
         folder: Path,
         config: Mapping[str, Any],
         rows: Iterable[Mapping[str, float]] = (),
-        project: str = "petra",
-        mode: Literal["offline", "online"] = "offline",
     ) -> None:
         self.require()
         import wandb
@@ -86,10 +84,11 @@ class WandbLogger(Logger):
                 wandb.run.finish()
             for earlier in stored.parent.glob(f"offline-run-*-{run_id}"):
                 shutil.rmtree(earlier)
+        mode = os.environ.get("WANDB_MODE", "offline")
         offline = mode == "offline"
         start: Any = wandb.init  # typed only where the extra is installed
         self._run: Any = start(
-            project=project,
+            project=os.environ.get("WANDB_PROJECT", "petra"),
             mode=mode,
             id=run_id,
             name=folder.name,

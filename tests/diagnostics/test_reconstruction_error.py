@@ -85,7 +85,7 @@ def test_remedies_depend_on_the_run(caplog: pytest.LogCaptureFixture) -> None:
     with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=1e-9)):
         pipeline.train(RandomSource(), 6)
     warned = caplog.text
-    assert "to reduce it, try trainer.wire=float32, or method.keep=input" in warned
+    assert "to reduce it, try trainer.streams=float32, or method.keep=input" in warned
     assert "optim.lr" not in warned
 
 

@@ -71,9 +71,9 @@ def values_of_files() -> dict[str, list[str]]:
 
 
 KEYS, KNOWN = list(all_keys()), values_of_files()
-SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size", "trainer.threads"}
+SIZES = {"data.images", "data.workers", "data.classes", "data.size", "data.batch_size"}
 SIZES |= {f"model.{key}" for key in ("depth", "dim", "width", "heads", "patch", "cardinality", "base_width")}
-NEVER = {"run_dir", "trainer.compile", "logger.mode"}
+NEVER = {"run_dir", "trainer.compile"}
 """Keys that would write to other folders, compile for minutes, or use the network."""
 INTEGERS = ["-1", "0", "1", "2", "3", "4", "5", "8", "9", "-0.5", "0.0", "0.0625", "0.5", "1.0"]
 HUGE = f"1.5 1e-12 1e300 nan inf -inf 1000000000 {2**63} {10**30} -1000000000000".split()

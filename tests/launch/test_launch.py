@@ -108,7 +108,6 @@ def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: s
         ("method.delay=1000000000", "method.delay: expected at most 10000 in total, got 9000000000"),
         ("data.workers=1000000000", "data.workers: expected an integer >= 0 and <= 1000, got 1000000000"),
         ("data.classes=9223372036854775808", "data.classes: expected an integer >= 1 and <= 10000000, got 9223372036854775808"),
-        ("remedy.horizon=1e300", r"remedy.horizon: expected a number > 0 and <= 100, got 1e\+300"),
         ("optim=muon remedy=prediction", r"optim: expected adam, .*, which remedy\.prediction requires, got muon"),
         ("method=dsp method.keep=graph trainer.precision=bf16", "method.keep: expected .* under autocast, got graph"),
         ("data.refetch=sometimes", "data.refetch: expected true, false or auto, got sometimes"),

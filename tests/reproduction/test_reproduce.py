@@ -56,7 +56,7 @@ def write_run(folder: Path, config: dict[str, Any], test_accuracy: float, **summ
     content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "stages": 10, "k": config["k"], "parameters": 700_000}
     content |= {"method": config["method"]["name"], "delay": config["method"]["delay"], "seed": config["seed"]}
     content |= {"batch_size": config["data"]["batch_size"], "epochs": config["trainer"]["epochs"], "model_options": {}}
-    content |= {"remedy": config["remedy"]["name"]}
+    content |= {"remedy": "none"}
     content |= {group: config[group]["_target_"].rpartition(".")[2] for group in ("model", "data")}
     (folder / "summary.json").write_text(json.dumps(content | summary))
 
@@ -76,7 +76,7 @@ def request(out: Path, *arguments: str) -> None:
 
 def test_a_run_is_used_if_it_computes_the_same() -> None:
     wanted = config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp")
-    assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "data.root=/other", "trainer.threads=2"), wanted)
+    assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "data.root=/other", "trainer.timeout=2"), wanted)
     assert runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", "trainer.diagnose=7", "model.stem=cifar"), wanted)
     for other in ("k=2", "method=petra", "trainer.epochs=7", "trainer.precision=float32", "remedy=feedback"):
         assert not runs.same_results(config_of(*accuracy.SIX_EPOCHS, "k=1", "method=dsp", other), wanted), other
@@ -97,7 +97,7 @@ def test_a_record_is_found_by_its_setting(
     write_record(tmp_path / "records", record)
     shutil.rmtree(tmp_path / "run")
     given = ("--gather", "--runs", str(tmp_path / "records"))
-    request(tmp_path / "out", "fig4", "data.root=x", "trainer.threads=2", *given)
+    request(tmp_path / "out", "fig4", "data.root=x", "trainer.timeout=2", *given)
     text = capsys.readouterr().out
     assert "| 4 | 70.00 % |  |  | 4.5 |" in text
     assert "| 8 | 70.00 % |  |  | 2.25 |" in text

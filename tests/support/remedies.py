@@ -10,7 +10,7 @@ from examples.remedies.dc_asgd import DelayCompensation
 from examples.remedies.lookahead import Lookahead
 from examples.remedies.shrinking import GradientShrinking
 from petra.engine.options import remedy
-from petra.staleness import remedies
+from petra.staleness import WeightPrediction, remedies
 
 
 class Remedy(NamedTuple):
@@ -35,5 +35,6 @@ class Remedy(NamedTuple):
             *((GradientShrinking(self.shrink),) if self.shrink < 1 else ()),
             *((Lookahead(self.lookahead),) if self.lookahead else ()),
             *((DelayCompensation(self.delay_compensation),) if self.delay_compensation else ()),
-            *remedies(self.discount, self.correction, self.prediction, self.horizon, self.feedback),
+            *remedies(self.discount, self.correction, feedback=self.feedback),
+            *((WeightPrediction(self.prediction, self.horizon),) if self.prediction != "none" else ()),
         )
