@@ -13,8 +13,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-import torch
-
 from petra.distributed import all_gather_objects
 from petra.errors import first_line, invalid
 from petra.plan.layout import processes_per_replica
@@ -59,13 +57,13 @@ def examine(config: Config, process: Process) -> None:
     try:
         with process.process_group(device, config.trainer.timeout):
             set_numerics(config.trainer)
-            found = inspect_machine(process, device, torch.get_num_threads(), requested=config.trainer.device)
+            found = inspect_machine(process, device, requested=config.trainer.device)
             reports = all_gather_objects(found)
             links = measure_links(device, config.dp) if process.world > 1 else {}
             speeds = [] if config.cluster.machines is None else measure_speeds(device)
     except RuntimeError as error:  # the base class of torch.distributed's errors
-        expected = "network interfaces over which the processes reach each other"
-        raise invalid(INTERFACES, expected, f"{os.environ.get(INTERFACES, 'none')} ({first_line(error)})") from error
+        got = f"{os.environ.get(INTERFACES, 'none')} ({first_line(error)})"
+        raise invalid(INTERFACES, "network interfaces over which the processes reach each other", got) from error
     if process.first:
         print(report_text(reports, links, find_differences(reports, replica_size)), flush=True)
         if config.cluster.machines is not None:

@@ -53,13 +53,12 @@ class Report:
     problems: tuple[str, ...]
 
 
-def inspect_machine(process: Process, device: torch.device, threads: int, *, requested: str = AUTO) -> Report:
+def inspect_machine(process: Process, device: torch.device, *, requested: str = AUTO) -> Report:
     """Return the findings of this process.
 
     Args:
         process: This process.
         device: Device that it would train on.
-        threads: Threads for compute in each process.
         requested: ``trainer.device`` in the configuration.
     """
     on_gpu = device.type == "cuda"
@@ -67,7 +66,7 @@ def inspect_machine(process: Process, device: torch.device, threads: int, *, req
     memory = properties.total_memory if properties else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     node = os.environ.get("GROUP_RANK", "0")
     problems = [*_gpu_problems(device, requested), *_container_problems(device), *_network_problems(process)]
-    if process.local_world * threads > _cores():
+    if process.local_world * (threads := torch.get_num_threads()) > _cores():
         problems.append(
             f"{_cores()} core(s) for {process.local_world} process(es) with {threads} thread(s) each: stages slow each other down"
         )

@@ -80,12 +80,13 @@ def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert inspect_machine(ALONE, CPU, 2).problems == ()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert inspect_machine(ALONE, CPU).problems == ()
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     nodes = Process(rank=0, world=4, local_rank=0, local_world=2)
-    found = inspect_machine(nodes, CPU, 2)
+    found = inspect_machine(nodes, CPU)
     assert found.node == "0 (here)"
     assert found.environment["NCCL_P2P_DISABLE"] == "1"
     assert found.problems == (
@@ -94,7 +95,7 @@ def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "2 core(s) for 2 process(es) with 2 thread(s) each: stages slow each other down",
     )
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    assert not any("resolves" in text for text in inspect_machine(nodes, CPU, 2).problems)
+    assert not any("resolves" in text for text in inspect_machine(nodes, CPU).problems)
 
 
 def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,14 +106,14 @@ def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=64 * 2**20))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**23, 2**23))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    found = inspect_machine(ALONE, torch.device("cuda", 0), 1)
+    found = inspect_machine(ALONE, torch.device("cuda", 0))
     assert (found.device, found.memory) == ("cuda:0 (H100)", 2**36)
     assert "/dev/shm: expected 1 GiB or more (docker run --shm-size=8g), got 64 MiB" in found.problems
     assert "cuda:0 can't access cuda:1 directly: messages between them go through host memory" in found.problems
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     missing = "PyTorch is built for CUDA 13.0 but finds no GPU"
-    assert any(text.startswith(missing) for text in inspect_machine(ALONE, CPU, 1).problems)
-    assert not any(text.startswith(missing) for text in inspect_machine(ALONE, CPU, 1, requested="cpu").problems)
+    assert any(text.startswith(missing) for text in inspect_machine(ALONE, CPU).problems)
+    assert not any(text.startswith(missing) for text in inspect_machine(ALONE, CPU, requested="cpu").problems)
 
 
 def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
