@@ -6,15 +6,15 @@ Programs that need root or Slurm are skipped where these are missing.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from stress.frame import environment, parser_of
+from tests.structure import ROOT
+
 PROGRAMS = {
     "emulated": "-m pytest -q tests/emulated",
     "faults": "-m stress.faults --count 40",
@@ -50,11 +50,9 @@ def run(name: str, arguments: str) -> bool:
     if (reason := obstacle(name)) is not None:
         print(f"{name}: skipped, {reason}", flush=True)
         return True
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PETRA_STRESS": "1"}
-    begun = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, *arguments.split()], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    begun, pipes = time.monotonic(), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    words = [sys.executable, *arguments.split()]
+    done = subprocess.run(words, cwd=ROOT, env=environment(PETRA_STRESS="1"), text=True, **pipes)  # type: ignore[call-overload]
     last = (done.stdout.splitlines() or [""])[-1]
     minutes = (time.monotonic() - begun) / 60
     print(f"{name}: {f'status {done.returncode}' if done.returncode else 'passed'}, {minutes:.1f} min; {last}", flush=True)
@@ -65,7 +63,7 @@ def run(name: str, arguments: str) -> bool:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=PROGRAMS, default=[*PROGRAMS], help=", ".join(PROGRAMS))
     parser.add_argument("--golden", metavar="COMMIT", help="also compare weights with those of a commit (tests.golden)")
     options = parser.parse_args()

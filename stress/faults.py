@@ -4,12 +4,11 @@ A fault is a change of the syntax tree: a flipped comparison, a negated conditio
 statement. Faults are drawn by a seed over :data:`PLACES`. The tests that start no process run once, to record which functions each
 of them enters. For each fault, a forked process replaces the code of its function and runs the tests that enter it, the fastest
 first, until one fails. ``--again FILE`` plants the faults of an earlier run again, wherever their functions are now. Exits with
-status 1 if a fault is missed that is not in :data:`EQUIVALENT`.
+status 1 if a fault is missed.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import gc
 import json
@@ -30,7 +29,9 @@ from typing import Any
 import pytest
 from _pytest.runner import runtestprotocol
 
-ROOT = Path(__file__).parents[1]
+from stress.frame import parser_of
+from tests.structure import ROOT
+
 PLACES = {
     "petra/*.py": 5,
     "petra/reversible/*.py": 4,
@@ -41,8 +42,6 @@ PLACES = {
 }
 """Files by pattern, with how many of 40 faults they get."""
 TESTS = [f"tests/{name}" for name in ("engine", "plan", "reversible", "transport", "test_distributed.py")]
-EQUIVALENT: dict[str, str] = {}
-"""Faults that change no behaviour, by name, with the reason."""
 PROCESSOR, WALL = 15, 1200
 """Seconds of one processor, and on the clock, for the tests of a fault."""
 
@@ -218,7 +217,7 @@ class Faults:
             with tempfile.NamedTemporaryFile("r") as file:
                 status = forked(lambda fault=fault, items=entering, name=file.name: self._try(fault, items, name), PROCESSOR)
                 by = file.read() or f"status {status}" * (status not in (0, 2, None, -signal.SIGXCPU))
-            result = "gone" if status == 2 else "caught" if by else EQUIVALENT.get(fault.name, "MISSED")
+            result = "gone" if status == 2 else "caught" if by else "MISSED"
             self.missed += result == "MISSED"
             facts = {"result": result, "by": by, "tests": len(entering), "seconds": round(time.monotonic() - begun, 1)}
             results.append(asdict(fault) | facts)
@@ -271,7 +270,7 @@ def forked(function: Any, seconds: int) -> int | None:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=Path, metavar="FILE", help="plant the faults of this file")

@@ -8,8 +8,6 @@ and must end by themselves. ``--torchrun`` is the number of additional kills und
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import signal
@@ -23,23 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import OmegaConf
-from torch import Tensor
-
 from benchmarks.nodes import free_port
-from petra.training.checkpoint import checkpoints, verify
+from stress.frame import PATIENCE, RUN, assert_same, assert_undamaged, environment, latest, parser_of, results, until
 from tests.support.forked import Forked, used
 
 WORLD = 4
-RUN = (
-    *("data=synthetic", "data.images=32", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),
-    *("trainer.epochs=2", "checkpoint.every=3", "trainer.export=pt", "trainer.timeout=60", "run_dir=run", "resume=auto"),
-)
-"""Run with two epochs of eight microbatches, which is not a multiple of the checkpoint interval."""
 VARIANTS = ("trainer.transport=edge", "trainer.transport=lockstep")
 """Settings that may change at a restart without changing the results."""
-PATIENCE = 180
 AFTER_TRAINING = 3
 """Starts of a run that may be killed when its last checkpoint has been written."""
 IMPORTS = 2.0
@@ -62,7 +50,7 @@ def kill_many(kills: int, folder: Path, seed: int = 0) -> Counter[str]:
             moments.update(start(place, chance, seconds if alive else None))
             trained += latest(place / "run") == expected["latest"]
             assert_undamaged(place / "run", expected)
-        assert_same(results(place / "run"), expected, f"run {runs}")
+        assert_same(place / "run", expected)
         runs += 1
         print(f"run {runs}: killed {moments.total() - before} times, equal; {moments.total()} of {kills} kills", flush=True)
     return moments
@@ -116,47 +104,6 @@ def finished(run: Path) -> bool:
     return (run / "summary.json").exists()
 
 
-def assert_undamaged(run: Path, expected: dict[str, Any]) -> None:
-    """Assert that all files with a final name in the folder of a killed run are complete."""
-    for path in checkpoints(run / "checkpoints"):
-        verify(path)
-    if (run / "config.yaml").exists():
-        assert OmegaConf.load(run / "config.yaml")["run_dir"] == "run"
-    if (run / "metrics.jsonl").exists():
-        found = rows(run)
-        assert found == expected["metrics"][: len(found)]
-
-
-def results(run: Path) -> dict[str, Any]:
-    """Return all results of a finished run that do not depend on time."""
-    return {
-        "files": sorted(str(path.relative_to(run)) for path in run.rglob("*")),
-        "metrics": rows(run),
-        "weights": torch.load(run / "model.pt", weights_only=True),
-        "latest": latest(run),
-    }
-
-
-def latest(run: Path) -> str | None:
-    """Return the name of the newest checkpoint, or None if there is none."""
-    return next((path.name for path in checkpoints(run / "checkpoints")), None)
-
-
-def rows(run: Path) -> list[dict[str, float]]:
-    """Return the metrics that a resumed run repeats: all but times, and drifts, which are measured from the start of a process."""
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if "second" not in key and "weight_drift" not in key} for row in found]
-
-
-def assert_same(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
-    weights: dict[str, Tensor] = expected["weights"]
-    assert found["weights"].keys() == weights.keys()
-    different = [key for key, value in weights.items() if not torch.equal(value, found["weights"][key])]
-    assert not different, f"{name}: {different[0]} differs"
-    for key in ("files", "metrics", "latest"):
-        assert found[key] == expected[key], f"{name}: {key}: {found[key]}, expected {expected[key]}"
-
-
 def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str, Any], seed: int = 0, agents: int = 1) -> int:
     """Kill one process in each of ``kills`` runs under torchrun, which restarts them. Return the number of processes killed.
 
@@ -171,8 +118,7 @@ def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str,
         place.mkdir()
         running = start_agents(place, agents)
         try:
-            while all(agent.poll() is None for agent in running) and len(workers(running)) < WORLD:
-                time.sleep(0.05)
+            until(lambda: len(workers(running)) == WORLD, lambda: [agent.communicate() for agent in running])  # noqa: B023
             victim = chance.choice(workers(running))
             used(victim, chance.uniform(0, IMPORTS + seconds))
             with suppress(ProcessLookupError):
@@ -186,7 +132,7 @@ def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str,
             for agent in running:
                 agent.wait()
         assert [agent.returncode for agent in running] == [0] * agents, output
-        assert_same(results(place / "run"), expected, place.name)
+        assert_same(place / "run", expected)
         print(f"{place.name}: equal; {killed} killed", flush=True)
     return killed
 
@@ -196,18 +142,9 @@ def start_agents(place: Path, agents: int) -> list[subprocess.Popen[str]]:
     endpoint = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--nproc-per-node", str(WORLD // agents)]
     command += ["--nnodes", str(agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", place.name]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [*command, "-m", "launch.train", *RUN],
-            cwd=place,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(agents)
-    ]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    words = [*command, "-m", "launch.train", *RUN]
+    return [subprocess.Popen(words, cwd=place, env=environment(), **pipes) for _ in range(agents)]
 
 
 def workers(agents: Sequence[subprocess.Popen[str]]) -> list[int]:
@@ -224,7 +161,7 @@ def children(pid: int) -> list[int]:
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--torchrun", type=int, default=0, metavar="KILLS", help="additional kills under torchrun")
     parser.add_argument("--agents", type=int, default=1, help="agents of torchrun that share the processes, as on several machines")

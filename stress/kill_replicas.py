@@ -7,31 +7,27 @@ statistics, which must be equal in all replicas.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from launch import train
 from launch.elastic.processes import ReplicaProcesses
 from launch.runtime import reporting
 from petra.elastic.replicas import ElasticReplicas
 from petra.training import Trainer
 from petra.training.state import state_of
+from stress.frame import parser_of, until
+from tests.support import forked
 from tests.support.processes import context
 
 RUN = (
@@ -39,14 +35,14 @@ RUN = (
     *("trainer.timeout=30", "checkpoint.every=6", "run_dir=run", "resume=auto", "cluster.elastic=true", "k=2"),
 )
 """A run that never ends by itself. Two updates of two microbatches fit into the interval of drains three times."""
-PATIENCE = 300
 
 
 class ForkedProcess:
     """A process of launch.train, forked from a process that has imported torch. See :class:`launch.elastic.processes.Started`."""
 
     def __init__(self, folder: Path, overrides: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._process: ForkServerProcess = context.Process(target=_main, args=(str(folder), [*overrides], dict(environment)))
+        arguments = ("-".join(place(environment)), str(folder), [*overrides], dict(environment), note_digests)
+        self._process = context.Process(target=forked.main, args=arguments)
         self._process.start()
         self.pid = self._process.pid
 
@@ -56,6 +52,11 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         assert self.pid is not None
         os.kill(self.pid, number)
+
+
+def place(environment: Mapping[str, str]) -> tuple[str, str]:
+    """Return the replica of a process, and its rank there."""
+    return environment["PETRA_REPLICA"], environment["RANK"]
 
 
 class Replicas:
@@ -83,27 +84,32 @@ class Replicas:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for replica in self.replicas:
-            replica.signal(signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         for replica in self.replicas:
             while any(process.poll() is None for process in replica.running):
                 time.sleep(0.01)
 
-    def wait(self, *, restart: bool = True, seconds: float = PATIENCE) -> list[int | None]:
-        """Wait until all replicas have ended, and return their statuses."""
-        deadline = time.monotonic() + seconds
-        while any(replica.status is None for replica in self.replicas):
-            assert time.monotonic() < deadline, self.output()
-            self.supervise(restart=restart)
-        return [replica.status for replica in self.replicas]
+    def stop(self) -> None:
+        """Ask all replicas to stop, and wait until they have."""
+        self.signal(signal.SIGTERM)
+        until(self.ended, self.output, between=lambda: self.supervise(restart=False))
+        assert {replica.status for replica in self.replicas} == {reporting.STOPPED}, self.output()
 
-    def wait_for(self, event: str, count: int, seconds: float = PATIENCE) -> dict[str, Any]:
+    def signal(self, number: signal.Signals) -> None:
+        for replica in self.replicas:
+            replica.signal(number)
+
+    def ended(self) -> bool:
+        return all(replica.status is not None for replica in self.replicas)
+
+    def wait_for(self, event: str, count: int) -> dict[str, Any]:
         """Wait until ``count`` events of a kind have been recorded, and return the last of them."""
-        deadline = time.monotonic() + seconds
-        while len(found := [row for row in self.events() if row["event"] == event]) < count:
-            assert time.monotonic() < deadline, self.output()
-            self.supervise()
-        return found[-1]
+
+        def found() -> list[dict[str, Any]]:
+            return [row for row in self.events() if row["event"] == event]
+
+        until(lambda: len(found()) >= count, self.output, between=self.supervise)
+        return found()[-1]
 
     def supervise(self, *, restart: bool = True) -> None:
         for replica in self.replicas:
@@ -112,16 +118,14 @@ class Replicas:
 
     def events(self) -> list[dict[str, Any]]:
         """Return the rows of replicas.jsonl."""
-        path = self.folder / "run" / "replicas.jsonl"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in whole_lines(self.folder / "run" / "replicas.jsonl")]
 
     def trained(self) -> int:
         """Return the last clock of which any process has written a digest."""
         return max((clock for path in self.folder.glob("digests*") for clock in digests(path)), default=0)
 
     def output(self) -> str:
-        return "".join(path.read_text() for path in sorted(self.folder.glob("output*")))
+        return "".join(path.read_text() for path in sorted([*self.folder.glob("out*"), *self.folder.glob("err*")]))
 
     def assert_equal(self) -> int:
         """Assert that all replicas had equal states after every drain. Return the number of drains of several replicas."""
@@ -157,28 +161,24 @@ def kill_many(run: Replicas, kills: int, chance: random.Random, longest: float =
     return found
 
 
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a file, without one that is being written, or none if the file does not exist."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith("\n")]
+
+
 def digests(path: Path) -> dict[int, str]:
     """Return the digests that a process has written, by clock."""
-    lines = path.read_text().splitlines(keepends=True)
-    pairs = [line.split() for line in lines if line.endswith("\n")]
-    return {int(clock): digest for clock, digest in pairs}
+    return {int(clock): digest for clock, digest in map(str.split, whole_lines(path))}
 
 
-def _main(folder: str, overrides: list[str], environment: dict[str, str]) -> None:
-    os.environ.update(environment)
-    os.chdir(folder)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    name = f"{environment['PETRA_REPLICA']}-{environment['RANK']}"
-    file = os.open(f"output-{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.close(file)
+def note_digests(name: str) -> None:
+    """Make this process write a digest of its state at each drain, and report errors at once."""
     reporting.ORIGIN_WAIT = reporting.REPORT_WAIT = 0.1
     save = Trainer._save_and_stop
 
     def noting_save(self: Trainer, score: float | None) -> None:
-        replicas = self.pipeline.replicas
-        assert isinstance(replicas, ElasticReplicas)
+        assert isinstance(self.pipeline.replicas, ElasticReplicas)
         digest = hashlib.sha256()
         for key, value in sorted(state_of(self.pipeline, every_replica=True).items()):
             digest.update(key.encode())
@@ -188,15 +188,11 @@ def _main(folder: str, overrides: list[str], environment: dict[str, str]) -> Non
         save(self, score)
 
     Trainer._save_and_stop = noting_save  # type: ignore[method-assign]
-    torch.set_num_threads(1)
-    sys.argv = ["launch.train", *overrides]
-    with suppress(KeyboardInterrupt):
-        train.main()
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, default=4, help="number of processes, of both replicas together")
     parser.add_argument("--seed", type=int, default=0)
@@ -204,10 +200,7 @@ def main() -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, Replicas(Path(folder), 2, options.processes // 2) as run:
         kills = kill_many(run, options.kills, random.Random(options.seed))
-        for replica in run.replicas:
-            replica.signal(signal.SIGTERM)
-        statuses = run.wait(restart=False)
-        assert set(statuses) == {reporting.STOPPED}, run.output()
+        run.stop()
         drains, trained = run.assert_equal(), run.trained()
     print(f"{len(kills)} kills, {options.processes} processes, {trained} microbatches, {time.monotonic() - started:.0f} s")
     print(f"at most {sum(row['missed']['samples'] for row in kills)} samples missed; replicas equal after {drains} drains")

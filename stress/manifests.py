@@ -8,7 +8,6 @@ cluster: all nodes have this machine's address, so a free port replaces the file
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -21,14 +20,11 @@ from typing import Any, NamedTuple
 import yaml
 
 from benchmarks.nodes import free_port, statuses
+from stress.frame import PATIENCE, SMALL, environment
 from tests.structure import ROOT
 
 FILES = ("docker/compose.yaml", "launch/templates/kubeflow.yaml")
-SMALL = (
-    *("data=synthetic", "data.images=40", "data.batch_size=4", "data.size=16", "model=revnet18", "model.width=0.0625"),
-    *("method=petra", "trainer.epochs=1", "trainer.device=cpu", "run_dir=run"),
-)
-TIMEOUT = 600
+NARROW = (*SMALL, "data.images=40", "model=revnet18", "method=petra", "trainer.epochs=1")
 
 
 class Container(NamedTuple):
@@ -86,12 +82,12 @@ def run(path: Path, folder: Path) -> None:
     port, here, agents = str(free_port()), {node.name: "127.0.0.1" for node in nodes}, []
     for node in nodes:
         own = {key: port if key.endswith("MASTER_PORT") else here.get(value, value) for key, value in node.environment.items()}
-        variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **own, "NPROC": "2"}
+        variables = environment(**{**own, "NPROC": "2"})
         python, *words = node.command
         assert python == "python3"
         print(f"{node.name}: {shlex.join(node.command)}", flush=True)
-        agents.append(subprocess.Popen([sys.executable, *words, *SMALL], cwd=folder, env=variables))
-    assert statuses(agents, TIMEOUT) == [0] * len(nodes)
+        agents.append(subprocess.Popen([sys.executable, *words, *NARROW], cwd=folder, env=variables))
+    assert statuses(agents, PATIENCE) == [0] * len(nodes)
     assert json.loads((folder / "run" / "summary.json").read_text())["processes"] == 2
 
 

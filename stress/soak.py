@@ -10,21 +10,19 @@ collectives, about 2 MiB, which would count as growth until it is full. The exit
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import torch
 
 from petra import Pipeline, Recipe
 from petra.settings import Runtime
 from petra.training import Checkpoints, Trainer
+from stress.frame import parser_of
 from tests.support.nets import RandomSource, mixed_net
 from tests.support.processes import run_processes
 
@@ -59,43 +57,29 @@ def train(rank: int, microbatches: int, transport: str, folder: str) -> list[dic
     for epoch in range(1, EPOCHS + 1):
         started, used = time.perf_counter(), time.process_time()
         trainer.fit(epoch)
+        memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         seconds, processor = time.perf_counter() - started, time.process_time() - used
-        samples.append({"memory": resident(), "files": open_files(), "seconds": seconds, "processor_seconds": processor})
-        if rank == 0:
-            print(f"epoch {epoch}: {samples[-1]}", flush=True)
+        files = len(os.listdir("/proc/self/fd"))
+        samples.append({"memory": memory, "files": files, "seconds": seconds, "processor_seconds": processor})
     return samples
 
 
-def resident() -> int:
-    """Return the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def open_files() -> int:
-    """Return the number of file descriptors of this process."""
-    return len(os.listdir("/proc/self/fd"))
-
-
-def compared(samples: list[dict[str, float]], microbatches: int) -> dict[str, Any]:
-    """Return the means over the second, the sixth and the last tenth of one process's samples."""
+def means(samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Return the means over the second, the sixth and the last tenth of one process's epochs."""
     tenth = len(samples) // 10
     parts = {"second": samples[tenth : 2 * tenth], "sixth": samples[5 * tenth : 6 * tenth], "last": samples[-tenth:]}
-    found: dict[str, Any] = {key: {name: mean(s[key] for s in part) for name, part in parts.items()} for key in samples[0]}
-    for key in ("seconds", "processor_seconds"):
-        found[f"{key}_per_microbatch"] = {name: value * len(samples) / microbatches for name, value in found.pop(key).items()}
-    return found
+    return {key: {name: mean(s[key] for s in part) for name, part in parts.items()} for key in samples[0]}
 
 
-def grew(row: dict[str, Any]) -> bool:
+def grew(memory: dict[str, float], files: dict[str, float]) -> bool:
     """Return whether a process's memory or number of files grew more than accepted."""
-    memory, files = row["memory"], row["files"]
     more = any(memory["last"] > (1 + accepted) * memory[tenth] for tenth, accepted in MEMORY.items())
-    return bool(more or files["last"] > files["second"])
+    return more or files["last"] > files["second"]
 
 
 def main() -> None:
     """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--microbatches", type=int, default=100_000, help=f"in total, a multiple of {EPOCHS} (default 100000)")
     parser.add_argument("--transport", choices=("lockstep", "edge"), default="lockstep")
     options = parser.parse_args()
@@ -103,10 +87,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (options.microbatches, options.transport, f"{folder}/checkpoints")
         samples = run_processes(WORLD, train, Path(folder) / "run", *arguments, timeout=options.microbatches)
-    rows = [compared(own, options.microbatches) for own in samples]
+    rows = [means(own) for own in samples]
     for rank, row in enumerate(rows):
-        print(f"process {rank}: {json.dumps(row)}")
-    sys.exit(1 if any(map(grew, rows)) else 0)
+        print(f"process {rank}: {row}")
+    sys.exit(any(grew(row["memory"], row["files"]) for row in rows))
 
 
 if __name__ == "__main__":

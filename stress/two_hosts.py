@@ -12,7 +12,6 @@ the first.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -22,27 +21,26 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stress.kill_many import RUN, assert_same, assert_undamaged, results
+from stress.frame import PATIENCE, RUN, assert_same, assert_undamaged, environment, parser_of, results, saved, until
 from stress.network import network, processes, run
-from tests.structure import ROOT
 
 ADDRESSES = {"petra-a": "10.98.0.1", "petra-b": "10.98.0.2"}
 HOSTS = tuple(ADDRESSES)
 END_SECONDS = 15
 """Seconds in addition to trainer.timeout that the processes of a host and torchrun may take to end."""
-PATIENCE = 600
-"""Seconds that any other step may take."""
 INTERRUPTIONS = {
+    "agent": None,
     "down": ("ip link set eth0 down", "ip link set eth0 up"),
     "drop": (
         f"ip neighbour replace {ADDRESSES[HOSTS[0]]} lladdr 02:00:00:00:00:01 dev eth0 nud permanent",
         f"ip neighbour delete {ADDRESSES[HOSTS[0]]} dev eth0",
     ),
 }
-"""Commands that interrupt and restore the link, on the second host."""
+"""Commands that interrupt and restore the link, on the second host; None: the second host's agent is killed."""
+Agents = list[subprocess.Popen[str]]
 
 
-def start(folder: Path, timeout: int, name: str = "") -> list[subprocess.Popen[str]]:
+def start(folder: Path, timeout: int, name: str = "") -> Agents:
     """Start the run's agents, one per host.
 
     Args:
@@ -54,23 +52,35 @@ def start(folder: Path, timeout: int, name: str = "") -> list[subprocess.Popen[s
     agents = []
     for rank, host in enumerate(HOSTS):
         variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "2", "MASTER_ADDR": ADDRESSES[HOSTS[0]]}
+        variables |= {"GLOO_SOCKET_IFNAME": "eth0", **({"MASTER_PORT": "29600"} if name else {})}
         words = ["ip", "netns", "exec", host, sys.executable, "-m", "launch.node", *RUN]
         words += ["trainer.epochs=20", f"trainer.timeout={timeout}"]
-        environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-        if name:
-            environment["MASTER_PORT"] = "29600"
         with (folder / f"{name}{host}.txt").open("w") as printed:
-            agents.append(subprocess.Popen(words, cwd=folder, env=environment, stdout=printed, stderr=printed, text=True))
+            agents.append(
+                subprocess.Popen(words, cwd=folder, env=environment(**variables), stdout=printed, stderr=printed, text=True)
+            )
     return agents
 
 
-def until_saved(folder: Path, agents: list[subprocess.Popen[str]]) -> None:
-    """Wait until a run has written two checkpoints."""
-    deadline = time.monotonic() + PATIENCE
-    while len(list(folder.glob("run/checkpoints/0*[0-9]"))) < 2:
-        assert all(agent.poll() is None for agent in agents), "".join(path.read_text() for path in folder.glob("*.txt"))
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def started(folder: Path, timeout: int) -> Agents:
+    """Start a run, and wait until it has written two checkpoints."""
+    agents = start(folder, timeout)
+
+    def output() -> str:
+        return "".join(path.read_text() for path in folder.glob("*.txt"))
+
+    def reached() -> bool:
+        assert all(agent.poll() is None for agent in agents), output()
+        return saved(folder / "run")
+
+    until(reached, output)
+    return agents
+
+
+def finish(agents: Agents, folder: Path, expected: dict[str, Any]) -> None:
+    """Wait until a run has ended with the results of the uninterrupted one."""
+    assert [agent.wait(PATIENCE) for agent in agents] == [0, 0]
+    assert_same(folder / "run", expected)
 
 
 def errors(path: Path) -> list[str]:
@@ -78,70 +88,59 @@ def errors(path: Path) -> list[str]:
     return [line for line in path.read_text().splitlines() if line.startswith(("error: ", "Traceback"))]
 
 
-def interrupt(folder: Path, how: str, timeout: int) -> None:
-    """Start a run, interrupt the link once checkpoints exist, and restore it once both sides have ended."""
-    break_, restore = INTERRUPTIONS[how]
-    agents = start(folder, timeout)
-    until_saved(folder, agents)
-    run(break_, HOSTS[1])
-    started = time.monotonic()
+def all_processes() -> set[int]:
+    return {pid for host in HOSTS for pid in processes(host)}
+
+
+def interrupt(folder: Path, how: str, timeout: int, expected: dict[str, Any]) -> None:
+    """Interrupt a run, wait until both sides have ended, restore the link, and resume."""
+    commands = INTERRUPTIONS[how]
+    timeout = timeout if commands else 60
+    agents = started(folder, timeout)
+    before, begun = all_processes(), time.monotonic()
     try:
-        for host, agent in zip(HOSTS, agents, strict=True):
-            status = agent.wait(max(0.1, timeout + END_SECONDS - (time.monotonic() - started)))
-            print(f"{how}: {host} ended after {time.monotonic() - started:.1f} s with status {status}:", flush=True)
-            found = errors(folder / f"{host}.txt")
-            print(*(f"  {line}" for line in found), sep="\n", flush=True)
-            assert status != 0
-            assert len(found) == 1
-            assert found[0].startswith("error: ")
+        if commands:
+            run(commands[0], HOSTS[1])
+        else:
+            agents[1].kill()
+        until(lambda: not before & all_processes(), lambda: before & all_processes(), seconds=timeout + END_SECONDS)
     finally:
-        run(restore, HOSTS[1])
+        if commands:
+            run(commands[1], HOSTS[1])
+    statuses = [agent.wait(PATIENCE) for agent in agents]
+    print(f"{how}: all ended within {time.monotonic() - begun:.1f} s, with statuses {statuses}", flush=True)
+    for host, status in zip(HOSTS, statuses, strict=True):
+        found = errors(folder / f"{host}.txt")
+        print(*(f"  {line}" for line in found), sep="\n", flush=True)
+        assert status != 0
+        assert commands is None or [line[:7] for line in found] == ["error: "]
+    assert_undamaged(folder / "run", expected)
+    finish(start(folder, 60), folder, expected)
+    print(f"{how}: resumed to the same weights and metrics", flush=True)
 
 
 def refuse_second_job(folder: Path, expected: dict[str, Any]) -> None:
     """Start a second job with the folder of a running one."""
-    first = start(folder, 60)
-    until_saved(folder, first)
-    paused = [pid for host in HOSTS for pid in processes(host)]  # it would end while the second one starts
+    first = started(folder, 60)
+    paused = all_processes()  # it would end while the second one starts
     for pid in paused:
         os.kill(pid, signal.SIGSTOP)
-    started = time.monotonic()
     second = start(folder, 60, name="second-")
     assert [agent.wait(PATIENCE) for agent in second] == [2, 2]
-    seconds = time.monotonic() - started
     for pid in paused:
         os.kill(pid, signal.SIGCONT)
-    for host in HOSTS:
-        found = errors(folder / f"second-{host}.txt")
-        assert len(found) <= 1, found  # the other host may have reported the error
-        assert all("run_dir: expected a folder that no other run uses now, got run, in use by process" in line for line in found)
-    found = errors(folder / f"second-{HOSTS[0]}.txt")
-    assert [agent.wait(PATIENCE) for agent in first] == [0, 0]
-    assert_same(results(folder / "run"), expected, "second job")
-    print(f"second job: refused after {seconds:.1f} s; the first ended as if alone\n  {found[0]}", flush=True)
-
-
-def kill_agent(folder: Path, expected: dict[str, Any]) -> None:
-    """Kill the agent of the second host, wait until all processes have ended, and resume."""
-    agents = start(folder, 60)
-    until_saved(folder, agents)
-    before = {pid for host in HOSTS for pid in processes(host)}
-    agents[1].kill()
-    started = time.monotonic()
-    while left := before & {pid for host in HOSTS for pid in processes(host)}:
-        assert time.monotonic() < started + END_SECONDS + 60, left
-        time.sleep(0.05)
-    seconds, status = time.monotonic() - started, agents[0].wait(PATIENCE)
-    agents[1].wait()
-    assert_undamaged(folder / "run", expected)
-    assert [agent.wait(PATIENCE) for agent in start(folder, 60)] == [0, 0]
-    assert_same(results(folder / "run"), expected, "killed agent")
-    print(f"killed agent: all processes ended after {seconds:.1f} s, the other agent with status {status}; resumed", flush=True)
+    found = [errors(folder / f"second-{host}.txt") for host in HOSTS]
+    assert found[0]
+    for lines in found:
+        assert len(lines) <= 1, lines  # the other host may have reported the error
+        assert all("run_dir: expected a folder that no other run uses now, got run, in use by process" in line for line in lines)
+    finish(first, folder, expected)
+    print(f"second job: refused; the first ended as if alone\n  {found[0][0]}", flush=True)
 
 
 def main() -> None:
     """Run the whole test."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--timeout", type=int, default=10, help="trainer.timeout in seconds")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, network("petra-hosts", ADDRESSES):
@@ -149,13 +148,8 @@ def main() -> None:
         assert [agent.wait(PATIENCE) for agent in start(folder / "uninterrupted", 60)] == [0, 0]
         expected = results(folder / "uninterrupted" / "run")
         refuse_second_job(folder / "second", expected)
-        kill_agent(folder / "agent", expected)
         for how in INTERRUPTIONS:
-            interrupt(folder / how, how, options.timeout)
-            assert_undamaged(folder / how / "run", expected)
-            assert [agent.wait(PATIENCE) for agent in start(folder / how, 60)] == [0, 0]
-            assert_same(results(folder / how / "run"), expected, how)
-            print(f"{how}: resumed to the same weights and metrics once the link was restored", flush=True)
+            interrupt(folder / how, how, options.timeout, expected)
 
 
 if __name__ == "__main__":

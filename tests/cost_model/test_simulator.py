@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from graphlib import TopologicalSorter
 from random import Random
 
 import pytest
@@ -29,7 +29,7 @@ TRANSPORTS = ("edge", "lockstep")
 
 def seconds_by_kind(intervals: Iterable[Interval]) -> Mapping[tuple[int, Kind], float]:
     """Return the total time of each stage and kind of work."""
-    totals: dict[tuple[int, Kind], float] = defaultdict(float)
+    totals = defaultdict[tuple[int, Kind], float](float)
     for interval in intervals:
         totals[interval.stage, interval.kind] += interval.stop - interval.start
     return totals
@@ -80,13 +80,10 @@ def test_bubbles() -> None:
     assert unequal.bubble == pytest.approx([0.5, 0, 0.75])
 
 
-def test_updates_count_once_in_k() -> None:
+def test_updates_count_once_in_k_and_stages_of_one_process_take_turns() -> None:
     assert predict([StageCost(1, 3, update=2)] * 3, METHODS["petra"], k=4).period == pytest.approx(4.5)
-
-
-def test_stages_of_one_process_take_turns() -> None:
-    assert predict([NOTHING] * 6, METHODS["petra"], processes=[range(0, 4), range(4, 6)]).period == pytest.approx(16)
-    assert predict([NOTHING] * 6, METHODS["petra"], processes=[range(6)]).period == pytest.approx(24)
+    for processes, expected in (([range(0, 4), range(4, 6)], 16), ([range(6)], 24)):
+        assert predict([NOTHING] * 6, METHODS["petra"], processes=processes).period == pytest.approx(expected)
 
 
 def test_messages_that_hide_behind_compute_cost_nothing() -> None:
@@ -108,37 +105,25 @@ def test_a_receive_that_is_posted_with_its_send_costs_the_latency_twice() -> Non
 
 def test_a_slow_wire_sets_the_period() -> None:
     costs = [StageCost(1, 3, forward_bytes=50, backward_bytes=100)] * 3
-    assert predict(costs, METHODS["petra"], link=Link(bandwidth=10)).period >= 10
-    assert predict(costs, METHODS["petra"], link=Link(bandwidth=1000)).period == pytest.approx(4)
-    assert predict(costs, METHODS["petra"], link=Link(bandwidth=100)).period == pytest.approx(4)
+    periods = [predict(costs, METHODS["petra"], link=Link(bandwidth=bandwidth)).period for bandwidth in (10, 100, 1000)]
+    assert periods[0] >= 10
+    assert periods[1:] == pytest.approx([4, 4])
 
 
 def longest_paths(costs: list[StageCost], method: Method, k: int, microbatches: int) -> dict[tuple[Op, int, int], float]:
-    """Return when each step ends if messages take no time: longest paths over the orders and messages, by relaxation."""
-    stages = len(costs)
-    flush = k if method.flush else None
-    orders = [list(training_order(d, 0, microbatches, flush)) for d in method.delays(stages, k)]
-    before: dict[tuple[Op, int, int], list[tuple[Op, int, int]]] = {}
-    for j, order in enumerate(orders):
-        for step in order:
-            before[(step[0], j, step[1])] = []
-        for first, second in pairwise(order):
-            before[(second[0], j, second[1])].append((first[0], j, first[1]))
-        for op, m in order:
-            source = j - 1 if op is Op.FORWARD else j + 1
-            if 0 <= source < stages:
-                before[(op, j, m)].append((op, source, m))
-    ends = dict.fromkeys(before, 0.0)
-    while True:
-        changed = False
-        for node, sources in before.items():
-            op, j, m = node
-            seconds = costs[j].forward if op is Op.FORWARD else costs[j].backward
-            end = max((ends[s] for s in sources), default=0.0) + seconds
-            if end > ends[node] + 1e-12:
-                ends[node], changed = end, True
-        if not changed:
-            return ends
+    """Return when each step ends if messages take no time: longest paths over the orders and messages."""
+    before = dict[tuple[Op, int, int], list[tuple[Op, int, int]]]()
+    for j, delay in enumerate(method.delays(len(costs), k)):
+        steps = [(op, j, m) for op, m in training_order(delay, 0, microbatches, k if method.flush else None)]
+        for step, previous in zip(steps, [None, *steps], strict=False):
+            source = j - 1 if step[0] is Op.FORWARD else j + 1
+            message = [(step[0], source, step[2])] if 0 <= source < len(costs) else []
+            before[step] = message + ([previous] if previous else [])
+    ends: dict[tuple[Op, int, int], float] = {}
+    for step in TopologicalSorter(before).static_order():
+        seconds = costs[step[1]].forward if step[0] is Op.FORWARD else costs[step[1]].backward
+        ends[step] = max((ends[source] for source in before[step]), default=0.0) + seconds
+    return ends
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -146,22 +131,16 @@ def test_random_pipelines_against_longest_paths(seed: int) -> None:
     random = Random(seed)
     stages, k, microbatches = random.randint(1, 5), random.randint(1, 4), random.randint(1, 14)
     costs = [StageCost(random.uniform(0.5, 2), random.uniform(0.5, 4)) for _ in range(stages)]
-    flush = random.random() < 0.4
     # With delays of at least 2, senders rarely wait for room.
-    method = (
-        Method("x", 2, Keep.NOTHING, flush=flush)
-        if stages < 2
-        else Method("x", tuple(random.randint(2, 4) for _ in range(stages - 1)), Keep.NOTHING, flush=flush)
-    )
-    found = {
-        (Op.FORWARD if i.kind is Kind.FORWARD else Op.BACKWARD, i.stage, i.microbatch): i.stop
-        for i in simulate(costs, method, k, microbatches)
-        if i.kind in (Kind.FORWARD, Kind.BACKWARD)
-    }
+    delays = tuple(random.randint(2, 4) for _ in range(stages - 1)) or 2
+    method = Method("x", delays, Keep.NOTHING, flush=random.random() < 0.4)
+    kinds = {Kind.FORWARD: Op.FORWARD, Kind.BACKWARD: Op.BACKWARD}
+    simulated = simulate(costs, method, k, microbatches)
+    found = {(kinds[i.kind], i.stage, i.microbatch): i.stop for i in simulated if i.kind in kinds}
     expected = longest_paths(costs, method, k, microbatches)
     assert found.keys() == expected.keys()
     # A sender may wait for its oldest message, so the simulation is never faster.
     assert all(found[node] >= expected[node] - 1e-9 for node in expected)
     if max(found.values()) != pytest.approx(max(expected.values())):
-        waits = seconds_by_kind(simulate(costs, method, k, microbatches))
+        waits = seconds_by_kind(simulated)
         assert any(waits[j, Kind.SEND] > 0 for j in range(stages))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from launch.config.compose import compose_overrides
 from launch.elastic.processes import Replica
 from launch.run.build import check
 from launch.runtime.rank import Process
-from launch.runtime.reporting import STOPPED
 from petra.errors import ConfigError
 from petra.training.checkpoint import checkpoints
 from stress.kill_replicas import RUN, Replicas, kill_many
@@ -30,9 +28,7 @@ def test_a_killed_replica_returns_with_the_state_of_the_other(tmp_path: Path) ->
         trained = run.trained()
         while run.trained() < trained + 6:
             run.supervise()
-        for replica in run.replicas:
-            replica.signal(signal.SIGTERM)
-        assert run.wait(restart=False) == [STOPPED] * 2, run.output()
+        run.stop()
         assert run.assert_equal() >= 2
         missed = [event["missed"] for event in run.events() if event["event"] == "back"]
         assert [row["missed"] for row in kills] == missed

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -22,8 +20,10 @@ import torch.distributed as dist
 
 from tests.emulated import device
 from tests.emulated.device import Options
+from tests.structure import ROOT
+from tests.support import processes
+from tests.support.processes import Ended, torchrun_variables
 
-ROOT = Path(__file__).parents[2]
 DEVICES = 8
 """Devices of every process: torch reads the number once, before the first backward pass."""
 _server = forkserver.ForkServer()
@@ -54,31 +54,13 @@ class _Process(ForkServerProcess):
         return _Popen(process_obj)
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How the processes of :func:`start` ended.
-
-    Attributes:
-        statuses: Exit status of each process: 0, 1 after an exception, negative for a signal, None if killed at the deadline.
-        outputs: What each process wrote to stdout and stderr.
-        results: Result of each process; None if it has none.
-    """
-
-    statuses: list[int | None]
-    outputs: list[str]
-    results: list[Any]
-
-
-def run(target: Callable[..., Any], *arguments: Any, world: int = 1, **settings: Any) -> list[Any]:
+def run(target: Callable[..., Any], *arguments: Any, **settings: Any) -> list[Any]:
     """Call a function in processes with the emulated device; see :func:`start` for the settings. Return the result of each.
 
     Raises:
         AssertionError: If a process fails, or still runs at the end of the time limit.
     """
-    ended = start(target, *arguments, world=world, **settings)
-    text = "\n".join(f"process {rank}: {status}\n{ended.outputs[rank]}" for rank, status in enumerate(ended.statuses))
-    assert ended.statuses == [0] * world, text
-    return ended.results
+    return start(target, *arguments, **settings).require()
 
 
 def start(
@@ -93,77 +75,34 @@ def start(
 ) -> Ended:
     """Call ``target(*arguments)`` in one process, or ``target(rank, *arguments)`` in each of ``world`` processes with a group.
 
+    Rank r is bound to device r. See :func:`tests.support.processes.start` for what is not listed.
+
     Args:
-        target: A function of a module.
-        arguments: Values that can be pickled.
-        world: Number of processes. Rank r is bound to device r.
         options: Delays and faults.
-        timeout: Seconds after which processes are killed.
         group_timeout: Seconds after which an operation of the process group fails.
         waits_for_all: Whether the other processes may run until ``timeout`` after one has failed; otherwise 3 seconds.
         torchrun: Set the environment variables of torchrun, and open no group.
     """
     # As with torchrun, the store is not in a process that may be killed.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if torchrun else None
-    variables: dict[str, Any] = {}
-    if store is not None:
-        variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        variables["TORCHELASTIC_USE_AGENT_STORE"] = True
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        request = (folder, target, arguments, replace(options, devices=DEVICES), None if torchrun else group_timeout, variables)
-        processes = [_Process(target=_child, args=(rank, world, *request)) for rank in range(world)]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + timeout
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            if any(process.exitcode for process in processes) and not waits_for_all:
-                deadline = min(deadline, time.monotonic() + 3)
-            time.sleep(0.005)
-        statuses = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-        outputs = [(folder / f"output{rank}.txt").read_text() for rank in range(world)]
-        found = [folder / f"result{rank}.pt" for rank in range(world)]
-        results = [torch.load(path, weights_only=False, map_location="cpu") if path.exists() else None for path in found]
-    return Ended(statuses, outputs, results)
+    variables = {} if store is None else torchrun_variables(world, store.port)
+    if world == 1 and not torchrun:
+        target, arguments = _without_rank, (target, *arguments)
+    begin = partial(_begin, replace(options, devices=DEVICES), None if torchrun else group_timeout, variables)
+    grace = timeout if waits_for_all else 3
+    with tempfile.TemporaryDirectory() as folder:
+        return processes.start(world, target, Path(folder), *arguments, timeout=timeout, grace=grace, make=_Process, begin=begin)
 
 
-def _child(
-    rank: int,
-    world: int,
-    folder: Path,
-    target: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    options: Options,
-    group_timeout: float | None,
-    variables: dict[str, Any],
-) -> None:
-    with open(folder / f"output{rank}.txt", "w", buffering=1) as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
+def _without_rank(rank: int, target: Callable[..., Any], *arguments: Any) -> Any:
+    return target(*arguments)
+
+
+def _begin(options: Options, timeout: float | None, variables: dict[str, Any], rank: int, world: int, folder: Path) -> None:
     os.environ.update({name: str(value) for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items()})
-    torch.set_num_threads(1)  # a fork loses torch's pool of threads; threads of autograd would renew it at the same time, and fail
-    status = 1
-    try:
-        device.configure(options)
-        if world > 1 and group_timeout is not None:
-            open_group(rank, world, folder, group_timeout)
-        result = target(*arguments) if world == 1 and group_timeout is not None else target(rank, *arguments)
-        torch.save(result, folder / f"result{rank}.pt")
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def open_group(rank: int, world: int, folder: Path, timeout: float) -> None:
-    """Open the default process group of a child process, bound to the device of its rank."""
+    device.configure(options)
+    if world == 1 or timeout is None:
+        return
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl",

@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from launch import train
 from launch.runtime import reporting
-from tests.support.processes import context
+from tests.support.processes import context, redirect, torchrun_variables
 
 TIMEOUT = 20
 """Seconds, for ``trainer.timeout``."""
@@ -45,18 +47,12 @@ class Forked:
         folder.mkdir(parents=True, exist_ok=True)
         # As with torchrun, the store is not in a process that may be killed.
         self.folder, self._store = folder, dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        variables = {
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": self._store.port,
-            "TORCHELASTIC_USE_AGENT_STORE": True,
-            "TORCHELASTIC_ERROR_FILE": Path(tempfile.mkdtemp(dir=folder), "0", "error.json"),
-        }
+        error_file = Path(tempfile.mkdtemp(dir=folder), "0", "error.json")
+        variables = {**torchrun_variables(world, self._store.port), "TORCHELASTIC_ERROR_FILE": error_file}
         torchrun = {name: str(value) for name, value in variables.items()} if world > 1 else {}
         common = {**torchrun, **(environment or {})}
         arguments = (str(folder), [f"trainer.timeout={TIMEOUT}", *overrides], common, prepare)
-        self.processes = [context.Process(target=_main, args=(rank, *arguments)) for rank in range(world)]
+        self.processes = [context.Process(target=main, args=(rank, *arguments)) for rank in range(world)]
 
     def __enter__(self) -> Forked:
         for process in self.processes:
@@ -118,18 +114,18 @@ def used(pid: int | None, seconds: float = math.inf) -> float:
     return found
 
 
-def _main(rank: int, folder: str, overrides: list[str], environment: dict[str, str], prepare: Callable[[int], None] | None) -> None:
+def main(name: Any, folder: str, overrides: list[str], environment: dict[str, str], prepare: Callable[[Any], None] | None) -> None:
+    """Run launch.train in this process, whose name is its rank unless the environment has one."""
+    torch.set_num_threads(1)
     os.environ.update(environment)
-    if "WORLD_SIZE" in environment:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    if "WORLD_SIZE" in environment and "RANK" not in environment:
+        os.environ.update(RANK=str(name), LOCAL_RANK=str(name))
     os.chdir(folder)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets processes ignore it
-    for stream, name in ((1, "out"), (2, "err")):
-        file = os.open(f"{name}{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, stream)
-        os.close(file)
+    for stream, start in ((1, "out"), (2, "err")):
+        redirect(Path(f"{start}{name}"), stream, append=not isinstance(name, int))  # a replica's process may be started again
     reporting.ORIGIN_WAIT = 1.0  # here no agent stops the other processes
     sys.argv = ["launch.train", *overrides]
     if prepare is not None:
-        prepare(rank)
+        prepare(name)
     train.main()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,41 +22,108 @@ PRELOADED = ["torch", "torch.distributed", *OURS, "torch._dynamo", "matplotlib.f
 context.set_forkserver_preload(PRELOADED)
 
 
+class Ended(NamedTuple):
+    """How the processes of :func:`start` ended.
+
+    Attributes:
+        statuses: Exit status of each process: 0, 1 after an exception, negative for a signal, None if killed at the deadline.
+        outputs: What each process wrote to stdout and stderr.
+        results: Result of each process; None if it has none.
+    """
+
+    statuses: list[int | None]
+    outputs: list[str]
+    results: list[Any]
+
+    def require(self) -> list[Any]:
+        """Return the results.
+
+        Raises:
+            AssertionError: If a process failed, or still ran at the deadline. The message has all outputs.
+        """
+        text = "\n".join(f"process {r}: {status}\n{out}" for r, (status, out) in enumerate(zip(*self[:2], strict=True)))
+        assert self.statuses == [0] * len(self.statuses), text
+        return self.results
+
+
 def run_processes(world: int, target: Callable[..., Any], folder: Path, *args: Any, timeout: float = 600) -> list[Any]:
     """Call ``target(rank, *args)`` in ``world`` gloo processes, and return the result of each.
 
     Raises:
         AssertionError: If a process fails, or still runs after ``timeout`` seconds.
     """
+    return start(world, target, folder, *args, timeout=timeout).require()
+
+
+def start(
+    world: int,
+    target: Callable[..., Any],
+    folder: Path,
+    *args: Any,
+    timeout: float,
+    grace: float = 5,
+    make: Callable[..., Any] = context.Process,
+    begin: Callable[[int, int, Path], None] | None = None,
+) -> Ended:
+    """Call ``target(rank, *args)`` in each of ``world`` processes.
+
+    Args:
+        folder: Folder for outputs, results and the group's store.
+        grace: Seconds for which the other processes may run after one has failed.
+        make: Class of the processes.
+        begin: Function of rank, world and folder that each process calls first. By default it opens a gloo group.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    processes = [context.Process(target=_child, args=(rank, world, target, str(folder), args)) for rank in range(world)]
+    processes = [make(target=_child, args=(rank, world, folder, begin or _open_group, target, args)) for rank in range(world)]
     for process in processes:
         process.start()
     deadline = time.monotonic() + timeout
     try:
-        while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-            if any(p.exitcode not in (None, 0) for p in processes):
-                deadline = min(deadline, time.monotonic() + 5)
-            time.sleep(0.02)
-        hung = [rank for rank, p in enumerate(processes) if p.is_alive()]
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                deadline = min(deadline, time.monotonic() + grace)
+            time.sleep(0.01)
+        statuses = [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.join()
-    errors = [path.read_text() for path in sorted(folder.glob("error*.txt"))]
-    assert not errors, "\n".join(errors)
-    assert not hung, f"processes {hung} of {world} still ran after {timeout} s"
-    return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(world)]
+    paths = [(folder / f"output{rank}.txt", folder / f"result{rank}.pt") for rank in range(world)]
+    results = [torch.load(r, weights_only=False, map_location="cpu") if r.exists() else None for _, r in paths]
+    return Ended(statuses, [path.read_text() for path, _ in paths], results)
 
 
-def _child(rank: int, world: int, target: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
+def _child(
+    rank: int, world: int, folder: Path, begin: Callable[..., None], target: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    redirect(folder / f"output{rank}.txt", 1, 2)
+    torch.set_num_threads(1)  # a fork loses torch's pool of threads; threads of autograd would renew it at the same time, and fail
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=300)
-        )
-        torch.save(target(rank, *args), Path(folder) / f"result{rank}.pt")
-        dist.destroy_process_group()
+        begin(rank, world, folder)
+        torch.save(target(rank, *args), folder / f"result{rank}.pt")
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:
-        (Path(folder) / f"error{rank}.txt").write_text(f"process {rank}:\n{traceback.format_exc()}")
-        raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+
+
+def _open_group(rank: int, world: int, folder: Path) -> None:
+    limit = datetime.timedelta(seconds=300)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=limit)
+
+
+def redirect(path: Path, *streams: int, append: bool = False) -> None:
+    """Write what this process prints to a file."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if append else os.O_TRUNC))
+    for stream in streams:
+        os.dup2(file, stream)
+    os.close(file)
+
+
+def torchrun_variables(world: int, port: int) -> dict[str, Any]:
+    """Return torchrun's environment variables that are the same in all processes, with a store at a port."""
+    variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return variables | {"TORCHELASTIC_USE_AGENT_STORE": True}
