@@ -9,7 +9,7 @@ from petra import Keep, Method, TensorSpec, Weights
 from petra.cost_model.block_memory import count_block
 from petra.cost_model.memory import stored_activations
 from petra.diagnostics.activation_memory import BLOCK, measured, rounded
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, mixed, mixed_net
 
 METHODS = [
     (Method("petra", 2, Keep.NOTHING), 1),
@@ -24,11 +24,8 @@ METHODS = [
 
 @pytest.mark.parametrize(("method", "k"), METHODS, ids=[m.name for m, _ in METHODS])
 def test_predicted_bytes_are_those_measured(method: Method, k: int) -> None:
-    data = RandomSource()
-    pipeline = make_pipeline(
-        mixed_net(), data.spec, method=method, k=k, stages=3, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1)
-    )
-    found = measured(pipeline, data, 2 * max(pipeline.plan.delays) + 2 * k)
+    pipeline = mixed(method=method, k=k, stages=3)
+    found = measured(pipeline, RandomSource(), 2 * max(pipeline.plan.delays) + 2 * k)
     assert found == stored_activations(pipeline.plan)
 
 
@@ -50,12 +47,8 @@ def test_bytes_counted_by_hand() -> None:
 
 
 def test_stashed_weights_count() -> None:
-    data = RandomSource()
-
     def made(weights: Weights) -> list[int]:
-        method = Method("x", 2, Keep.INPUT, weights)
-        pipeline = make_pipeline(mixed_net(), data.spec, method=method, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
-        return measured(pipeline, data, 30)
+        return measured(mixed(method=Method("x", 2, Keep.INPUT, weights)), RandomSource(), 30)
 
     more = [a - b for a, b in zip(made(Weights.STASHED), made(Weights.CURRENT), strict=True)]
     block1 = mixed_net().build_block(1, 0)

@@ -3,50 +3,63 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from petra import ConfigError, Keep, Method, UpdateRules, Weights
+from petra import ConfigError, Keep, Method, Pipeline, UpdateRules, Weights
 from petra.diagnostics.gradient_quality import GradientQuality, angle
+from petra.diagnostics.reconstruction_error import ReconstructionMonitor
+from petra.diagnostics.recorder import Recorder, StageTimes
+from petra.diagnostics.weight_drift import WeightDrift
 from petra.hooks import Gradients, Hook
-from petra.specs import Streams
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, assert_equal, hook, mixed, mixed_net
 from tests.support.remedies import Remedy
 
 PETRA = Method("petra", 2, Keep.NOTHING)
 DELAYED = Method("delayed", 2, Keep.INPUT, Weights.STASHED)
 
 
-def sgd(lr: float = 0.05, momentum: float = 0.9):  # type: ignore[no-untyped-def]
-    return lambda module: torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum)
+def sgd(lr: float = 0.05) -> Callable[[nn.Module], torch.optim.SGD]:
+    return lambda module: torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
 
 
-def trained(method: Method, every: int | None, *, lr: float = 0.05, microbatches: int = 17, dropout: float = 0.2, k: int = 2):  # type: ignore[no-untyped-def]
-    pipeline = make_pipeline(mixed_net(dropout=dropout), RandomSource().spec, method=method, k=k, optimizer=sgd(lr), seed=5)
-    if every is None:
-        pipeline.train(RandomSource(), microbatches)
-        return pipeline, []
-    rows: list[dict[str, float]] = []
+def rows_of(
+    method: Method, every: int, *, lr: float = 0.05, microbatches: int = 17, dropout: float = 0.2, k: int = 2
+) -> list[dict[str, float]]:
+    pipeline, rows = mixed(dropout, method=method, k=k, optimizer=sgd(lr), seed=5), list[dict[str, float]]()
     with pipeline.hooks.attached(GradientQuality(pipeline, every, rows.append)):
         pipeline.train(RandomSource(), microbatches)
-    return pipeline, rows
+    return rows
 
 
-@pytest.mark.parametrize("method", [PETRA, DELAYED, Method("graph", 1, Keep.GRAPH)], ids=lambda m: m.name)
-def test_training_is_unchanged(method: Method) -> None:
-    plain, _ = trained(method, None)
-    observed, rows = trained(method, 3)
-    assert len(rows) == 6 * 6
-    for key, value in plain.state_dict().items():
-        assert torch.equal(value, observed.state_dict()[key]), key
+GRAPH = Method("graph", 1, Keep.GRAPH)
+ATTACHED: dict[str, Callable[[Pipeline], Hook]] = {
+    "gradient quality": lambda pipeline: GradientQuality(pipeline, 3, [].append),
+    "reconstruction errors": lambda pipeline: ReconstructionMonitor(pipeline, 100.0),
+    "intervals": Recorder,
+    "times": StageTimes,
+    "weight drift": lambda pipeline: WeightDrift(pipeline, 3),
+}
+
+
+@pytest.mark.parametrize(("name", "method"), [*zip(ATTACHED, cycle([PETRA, DELAYED]), strict=False), ("gradient quality", GRAPH)])
+def test_diagnostics_do_not_change_training(name: str, method: Method) -> None:
+    plain, observed = (mixed(0.2, method=method, k=2, seed=5) for _ in range(2))
+    plain.train(RandomSource(), 17)
+    with observed.hooks.attached(ATTACHED[name](observed)):
+        observed.train(RandomSource(), 17)
+    assert_equal(observed.state_dict(), plain.state_dict())
 
 
 @pytest.mark.parametrize("method", [PETRA, DELAYED, Method("backprop", 0, Keep.GRAPH)], ids=lambda m: m.name)
 def test_all_gradients_are_equal_with_frozen_weights(method: Method) -> None:
-    for row in trained(method, 4, lr=0.0)[1]:
+    for row in rows_of(method, 4, lr=0.0):
         for other in ("end_to_end", "delayed"):
             assert row[f"cosine_{other}"] == pytest.approx(1, abs=1e-12)
             assert row[f"norm_ratio_{other}"] == pytest.approx(1, abs=1e-9)
@@ -55,7 +68,8 @@ def test_all_gradients_are_equal_with_frozen_weights(method: Method) -> None:
 
 
 def test_delayed_method_has_the_delayed_gradient() -> None:
-    rows = trained(DELAYED, 4)[1]
+    rows = rows_of(DELAYED, 4)
+    assert len(rows) == 5 * 6
     assert all(row["cosine_delayed"] == pytest.approx(1, abs=1e-12) for row in rows)
     assert all(row["norm_ratio_delayed"] == pytest.approx(1, abs=1e-9) for row in rows)
     assert min(row["cosine_end_to_end"] for row in rows) < 0.999
@@ -64,7 +78,7 @@ def test_delayed_method_has_the_delayed_gradient() -> None:
 
 def test_errors_of_each_stage() -> None:
     """The last stage's gradient has no staleness, the first stage's has the most; only reconstructing stages have input errors."""
-    rows = [row for row in trained(PETRA, 4, lr=0.2)[1] if row["microbatch"] == 12]
+    rows = [row for row in rows_of(PETRA, 4, lr=0.2) if row["microbatch"] == 12]
     assert {row["stage"] for row in rows} == {1, 2, 3, 4, 5, 6}
     by_stage = {row["stage"]: row for row in rows}
     assert by_stage[6]["angle_stored"] < 1e-5
@@ -76,12 +90,13 @@ def test_errors_of_each_stage() -> None:
 
 def test_end_to_end_gradient_is_plain_autograd() -> None:
     """With d = 0 and k = 3 the pipeline's own gradient is the end-to-end one, also while weights change."""
-    rows = trained(Method("reversible", 0, Keep.NOTHING), 1, microbatches=7, k=3, dropout=0.0)[1]
+    rows = rows_of(Method("reversible", 0, Keep.NOTHING), 1, microbatches=7, k=3, dropout=0.0)
     assert all(row["cosine_end_to_end"] == pytest.approx(1, abs=1e-12) for row in rows)
-    pipeline = make_pipeline(mixed_net(), RandomSource().spec, method=PETRA, optimizer=sgd(0.0), seed=5)
+    pipeline = mixed(method=PETRA, optimizer=sgd(0.0), seed=5)
     rows.clear()
-    quality, gradients = GradientQuality(pipeline, 1, rows.append), GradientsOfFirst()
-    with pipeline.hooks.attached(quality), pipeline.hooks.attached(gradients):
+    quality, gradients = GradientQuality(pipeline, 1, rows.append), dict[int, Gradients]()
+    note = hook(block_backward_end=lambda stage, block, m, x, found: gradients.update({stage: found}))
+    with pipeline.hooks.attached(quality), pipeline.hooks.attached(note):
         pipeline.train(RandomSource(), 1)
     assert all(row["cosine_end_to_end"] == pytest.approx(1, abs=1e-12) for row in rows)
     assert all(row["norm_ratio_end_to_end"] == pytest.approx(1, abs=1e-9) for row in rows)
@@ -89,18 +104,7 @@ def test_end_to_end_gradient_is_plain_autograd() -> None:
     F.cross_entropy(plain(RandomSource().inputs(0)), RandomSource().targets(0)).backward()
     for j, block in enumerate(plain.children()):
         for p, own in zip(block.parameters(), pipeline.stages[j].module.parameters(), strict=True):
-            torch.testing.assert_close(gradients.stages[j][own], p.grad, rtol=1e-9, atol=1e-11)
-
-
-class GradientsOfFirst(Hook):
-    """Gradients of the first microbatch, by stage."""
-
-    def __init__(self) -> None:
-        self.stages: dict[int, Gradients] = {}
-
-    def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
-        if m == 0:
-            self.stages[stage] = gradients
+            torch.testing.assert_close(gradients[j][own], p.grad, rtol=1e-9, atol=1e-11)
 
 
 def test_small_angles() -> None:
@@ -111,7 +115,7 @@ def test_small_angles() -> None:
 
 
 def test_invalid_settings() -> None:
-    pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd())
+    pipeline = mixed()
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null or an integer >= 1, got 0"):
         GradientQuality(pipeline, 0, print)
     pipeline.world = 2
@@ -131,8 +135,7 @@ def test_invalid_settings() -> None:
 )
 def test_references_use_the_weights_that_the_method_uses(method: str | Method, settings: dict[str, Any]) -> None:
     """With stored inputs the *stored* reference is the method's own gradient, and with stashed weights so is *delayed*."""
-    made = make_pipeline(mixed_net(), RandomSource().spec, method=method, optimizer=sgd(), **settings)
-    rows: list[dict[str, float]] = []
+    made, rows = mixed(method=method, optimizer=sgd(), **settings), list[dict[str, float]]()
     with made.hooks.attached(GradientQuality(made, 3, rows.append)):
         made.train(RandomSource(), 13)
     assert rows

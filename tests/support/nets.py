@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
 from petra.engine.endpoints import DataSource
+from petra.hooks import Hook
 from petra.models.layers import StridedPointwise
 from petra.reversible import Coupling, TwoFunctionCoupling, derive_seed
 
@@ -122,6 +124,22 @@ def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, data: Data
         optimizer.zero_grad()
         F.cross_entropy(model(data.inputs(m)), data.targets(m)).backward()
         optimizer.step()
+
+
+def mixed(dropout: float = 0.0, **settings: Any) -> Pipeline:
+    """Return a pipeline that trains :func:`mixed_net` on :class:`RandomSource`."""
+    return make_pipeline(mixed_net(dropout=dropout), RandomSource().spec, **{"optimizer": sgd, **settings})
+
+
+def hook(**events: Callable[..., None]) -> Hook:
+    """Return a hook that calls a function at each of some events."""
+    made: Hook = type("Functions", (Hook,), {name: staticmethod(function) for name, function in events.items()})()
+    return made
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """Assert that tensors, or dictionaries or lists of them, are equal bit for bit."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def make_pipeline(*arguments: Any, **settings: Any) -> Pipeline:
