@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from petra.cost_model.simulator import predict
 from petra.models import revnet18
 from petra.plan.messages import boundary
 from petra.settings import Numerics
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, mixed, mixed_net, sgd
 
 PETRA = METHODS["petra"]
 
@@ -62,20 +61,15 @@ def test_delays_of_equal_stages(latency: float, expected: tuple[int, ...]) -> No
         assert found == expected
 
 
-def test_one_process_needs_no_delay() -> None:
-    assert choose_delays([StageCost(1, 3)], PETRA, 1) == ()
-
-
 def test_tuned_pipeline_trains() -> None:
-    model, data = mixed_net(), RandomSource()
-    tuned = tune(count_blocks(model, data.spec), PETRA, 2, 3, tune_delay=True)
+    tuned = tune(count_blocks(mixed_net(), RandomSource().spec), PETRA, 2, 3, tune_delay=True)
     assert sum(tuned.stages) == 6
-    method = replace(PETRA, delay=tuned.delay)
-    make_pipeline(model, data.spec, method=method, k=2, stages=tuned.stages, optimizer=partial(_sgd, lr=0.1)).train(data, 9)
+    mixed(method=replace(PETRA, delay=tuned.delay), k=2, stages=tuned.stages).train(RandomSource(), 9)
 
 
-def test_given_stages_are_not_changed() -> None:
+def test_what_is_given_is_not_changed() -> None:
     assert tune([block(1 + i) for i in range(6)], PETRA, 1, [1, 4, 1], tune_delay=True).stages == (1, 4, 1)
+    assert choose_delays([StageCost(1, 3)], PETRA, 1) == ()  # one stage needs no delay
 
 
 def test_slow_devices_get_fewer_blocks() -> None:
@@ -103,15 +97,15 @@ def within(memory: Sequence[float], need: Callable[[int], float], stages: int | 
     return found.stages, len(tried)
 
 
-def test_the_fastest_partition_that_fits_comes_first() -> None:
+def test_the_fastest_partition_that_fits_comes_first_and_stages_that_need_too_much_get_fewer_blocks() -> None:
     assert within([40, 40, 40], lambda count: 10 * count) == ((4, 4, 4), 1)
-
-
-def test_stages_that_need_too_much_get_fewer_blocks() -> None:
-    assert within([20, 100, 100], lambda count: 10 * count)[0] == (2, 5, 5)
-    assert within([20, 30, 100], lambda count: 10 * count)[0] == (2, 3, 7)
-    assert within([75, 200, 65], lambda count: 50 + 10 * count)[0] == (2, 9, 1)
-    assert within([20, 50, 50], lambda count: 10 * count)[0] == (2, 5, 5)
+    for memory, fixed, expected in (
+        ([20, 100, 100], 0, (2, 5, 5)),
+        ([20, 30, 100], 0, (2, 3, 7)),
+        ([75, 200, 65], 50, (2, 9, 1)),
+        ([20, 50, 50], 0, (2, 5, 5)),
+    ):
+        assert within(memory, lambda count, fixed=fixed: fixed + 10 * count)[0] == expected  # type: ignore[misc]
 
 
 def test_limits_that_nothing_meets() -> None:
@@ -132,12 +126,7 @@ def test_counted_costs() -> None:
 
 
 def test_measured_costs_are_those_of_the_pipelines_code() -> None:
-    measured = profile_blocks(mixed_net(), RandomSource().spec, optimizer=partial(_sgd, lr=0.1), rounds=1)
+    measured = profile_blocks(mixed_net(), RandomSource().spec, optimizer=sgd, rounds=1)
     assert [c.name for c in measured] == ["stem", "block1", "down", "block2", "block3", "head"]
     assert all(t > 0 for c in measured for t in (c.forward, c.backward, c.graph_forward, c.graph_backward, c.update))
-    counted = count_blocks(mixed_net(), RandomSource().spec)
-    assert [c.output_bytes for c in measured] == [c.output_bytes for c in counted]
-
-
-def _sgd(module: torch.nn.Module, lr: float) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=lr)
+    assert [c.output_bytes for c in measured] == [c.output_bytes for c in count_blocks(mixed_net(), RandomSource().spec)]

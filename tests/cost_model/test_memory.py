@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch._subclasses import fake_tensor
 
-from petra import METHODS, Model, Pipeline, TensorSpec, UpdateRules
+from petra import Model, Pipeline, TensorSpec, UpdateRules
 from petra.cost_model import block_memory
 from petra.cost_model.block_memory import LiveBytes
 from petra.cost_model.memory import WORKSPACE, PredictedMemory, predict_memory
@@ -24,30 +23,11 @@ INPUTS, TARGETS = TensorSpec((4, 3, 8, 8), torch.float32), TensorSpec((4,), torc
 
 
 def predicted(
-    optimizer: str = "sgd",
-    *,
-    delay: int = 2,
-    processes: int = 1,
-    process: int = 0,
-    average: float | None = None,
-    refetch: bool = False,
+    optimizer: str = "sgd", *, processes: int = 1, process: int = 0, average: float | None = None, refetch: bool = False
 ) -> PredictedMemory:
-
-    method = replace(METHODS["petra"], delay=delay)
-    plan = make_plan(
-        mixed_net(dtype=torch.float32),
-        INPUTS,
-        method=method,
-        k=2,
-        processes=processes,
-        device_type="cuda",
-        refetch=refetch,
-    )
-    recipe = Recipe(
-        OPTIMIZERS[optimizer],
-        lambda m: 0.1,
-        rules=UpdateRules(average=average),
-    )
+    net = mixed_net(dtype=torch.float32)
+    plan = make_plan(net, INPUTS, method="petra", k=2, processes=processes, device_type="cuda", refetch=refetch)
+    recipe = Recipe(OPTIMIZERS[optimizer], lambda m: 0.1, rules=UpdateRules(average=average))
     return predict_memory(plan, recipe, TARGETS)[process]
 
 
@@ -93,21 +73,14 @@ def test_nothing_is_allocated(optimizer: str, monkeypatch: pytest.MonkeyPatch) -
     assert fallbacks == []
 
 
-def images(width: float = 0.25, batch: int = 8) -> tuple[Model, TensorSpec, TensorSpec]:
-    return MODELS["revnet18"](5, width=width), TensorSpec((batch, 3, 32, 32), torch.float32), TensorSpec((batch,), torch.int64)
-
-
 class Zeros:
     """Microbatches of zeros."""
 
-    def __init__(self, inputs: TensorSpec, targets: TensorSpec) -> None:
-        self._specs = inputs, targets
-
     def inputs(self, m: int) -> torch.Tensor:
-        return torch.zeros(self._specs[0].shape)
+        return torch.zeros(8, 3, 32, 32)
 
     def targets(self, m: int) -> torch.Tensor:
-        return torch.zeros(self._specs[1].shape, dtype=torch.int64)
+        return torch.zeros(8, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +89,12 @@ class Zeros:
 )
 def test_peak_is_that_of_the_engine(method: str, stages: int) -> None:
     """Real tensors are counted while a pipeline is built and trained in one process."""
-    model, inputs, targets = images()
+    model, inputs = MODELS["revnet18"](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32)
     recipe = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1)
     with LiveBytes() as live:
         pipeline = Pipeline(model, inputs, recipe, method=method, k=2, stages=stages)
-        pipeline.train(Zeros(inputs, targets), 2 * max(pipeline.plan.delays) + 8)
-    (found,) = predict_memory(pipeline.plan, recipe, targets)
+        pipeline.train(Zeros(), 2 * max(pipeline.plan.delays) + 8)
+    (found,) = predict_memory(pipeline.plan, recipe, TensorSpec((8,), torch.int64))
     assert live.most <= found.tensors <= 1.09 * live.most
 
 
