@@ -20,7 +20,7 @@ from petra.reversible import (
     normalisations,
 )
 from petra.settings import Numerics
-from tests.support.nets import RandomSource, Stem, branch, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, Stem, assert_equal, branch, make_pipeline, mixed_net, sgd
 
 EXACT = Numerics(exact_streams=True)
 
@@ -61,20 +61,12 @@ def test_inverse_is_exact_with_a_grid_and_only_then(exact: bool, dtype: torch.dt
 
 def test_training_with_reconstructed_inputs_equals_training_with_stored_inputs() -> None:
     """Bit for bit, as long as no update changes the weights between the passes."""
-    states = []
+    states, net, data = [], mixed_net(dtype=torch.float32), RandomSource(dtype=torch.float32)
     for method in ("dsp", "petra"):
-        data = RandomSource(dtype=torch.float32)
-        pipeline = make_pipeline(
-            mixed_net(dtype=torch.float32),
-            data.spec,
-            method=method,
-            k=6,
-            optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1),
-            numerics=Numerics(exact_streams=True),
-        )
+        pipeline = make_pipeline(net, data.spec, method=method, k=6, optimizer=sgd, numerics=EXACT)
         pipeline.train(data, 6)
         states.append(pipeline.state_dict())
-    assert all(torch.equal(value, states[1][key]) for key, value in states[0].items())
+    assert_equal(*states)
 
 
 def test_streams_out_of_range_are_an_error() -> None:
@@ -102,13 +94,9 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
     layout = make_layout(own, RandomSource(dtype=torch.float32).spec, None, processes=2)
     with pytest.raises(ModelError, match=r"exact_streams: .* block other.* enable_exact_streams"):
         layout.check(exact=True)
+    half, spec = mixed_net(dtype=torch.bfloat16), RandomSource(dtype=torch.bfloat16).spec
     with pytest.raises(ModelError, match=r"exact_streams: expected .*, got torch\.bfloat16"):
-        make_pipeline(
-            mixed_net(dtype=torch.bfloat16),
-            RandomSource(dtype=torch.bfloat16).spec,
-            optimizer=torch.optim.SGD,
-            numerics=Numerics(exact_streams=True),
-        )
+        make_pipeline(half, spec, optimizer=sgd, numerics=EXACT)
 
 
 def test_evaluation_may_leave_the_range() -> None:

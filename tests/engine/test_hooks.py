@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from petra import Pipeline
-from petra.hooks import EVENTS, Hook, Hooks
-from petra.settings import Runtime
-from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
+from petra.hooks import EVENTS, Hook
+from tests.support.nets import RandomSource, mixed
 from tests.support.processes import run_processes
 
 STAGES, K, MICROBATCHES = 6, 2, 5
-
-
-def built(dp: int = 1, **options: Any) -> Pipeline:
-    return make_pipeline(mixed_net(), RandomSource().spec, k=K, optimizer=sgd, dp=dp, **options)
 
 
 class EventList(Hook):
@@ -30,10 +23,7 @@ class EventList(Hook):
 
 
 def _append(name: str) -> Any:
-    def event(self: EventList, *arguments: object) -> None:
-        self.events.append((name, tuple(a for a in arguments if isinstance(a, int))))
-
-    return event
+    return lambda self, *arguments: self.events.append((name, tuple(a for a in arguments if isinstance(a, int))))
 
 
 for _name in EVENTS:
@@ -41,7 +31,7 @@ for _name in EVENTS:
 
 
 def observed(rank: int) -> list[tuple[str, tuple[int, ...]]]:
-    pipeline = built(2, runtime=Runtime(transport="auto"), stages=2)
+    pipeline = mixed(k=K, dp=2, stages=2)
     with pipeline.hooks.attached(EventList()) as hook:
         pipeline.train(RandomSource(), MICROBATCHES)
         pipeline.evaluate(RandomSource(), 2)
@@ -49,7 +39,7 @@ def observed(rank: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_every_event_has_its_stage_and_microbatch() -> None:
-    pipeline = built()
+    pipeline = mixed(k=K)
     with pipeline.hooks.attached(EventList()) as hook:
         pipeline.train(RandomSource(), MICROBATCHES)
     assert hook.events[0] == ("train_begin", (0, MICROBATCHES))
@@ -90,14 +80,13 @@ def test_events_of_several_processes(tmp_path: Path) -> None:
 
 def test_unobserved_pipeline_makes_no_calls() -> None:
     """Hooks that override nothing add no calls either, and detached hooks are not called."""
-    pipeline = built()
-    hook = EventList()
+    pipeline, hook = mixed(k=K), EventList()
+
+    def calls() -> set[int]:
+        return {len(getattr(pipeline.hooks, event)) for event in EVENTS}
+
     with pipeline.hooks.attached(hook), pipeline.hooks.attached(Hook()):
-        assert all(len(calls) == 1 for calls in calls_of(pipeline.hooks))
-    assert all(calls == () for calls in calls_of(pipeline.hooks))
+        assert calls() == {1}
+    assert calls() == {0}
     pipeline.train(RandomSource(), MICROBATCHES)
     assert hook.events == []
-
-
-def calls_of(hooks: Hooks) -> Iterator[tuple[object, ...]]:
-    return (getattr(hooks, event) for event in EVENTS)

@@ -16,7 +16,7 @@ from petra.diagnostics.activation_memory import ActivationMemory
 from petra.plan import make_plan
 from petra.settings import Numerics
 from petra.training import Checkpoints, restore
-from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
+from tests.support.nets import RandomSource, assert_equal, mixed, mixed_net
 
 
 class Once:
@@ -28,8 +28,8 @@ class Once:
 class Again(RandomSource):
     """Random microbatches. The numbers of those that are fetched again are recorded."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self) -> None:
+        super().__init__()
         self.fetched: list[int] = []
 
     def refetch(self, m: int) -> Tensor:
@@ -37,10 +37,8 @@ class Again(RandomSource):
         return super().refetch(m)
 
 
-def pipeline(refetch: bool, method: str | Method = "petra", *, dropout: float = 0.1, **options: Any) -> Pipeline:
-    runtime = Runtime(refetch=refetch)
-    net = mixed_net(dropout=dropout)
-    return make_pipeline(net, RandomSource().spec, method=method, runtime=runtime, optimizer=sgd, **{"k": 2, "seed": 4, **options})
+def pipeline(refetch: bool, method: str | Method = "petra", **options: Any) -> Pipeline:
+    return mixed(0.1, method=method, runtime=Runtime(refetch=refetch), **{"k": 2, "seed": 4, **options})
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -72,7 +70,7 @@ def test_weights_are_those_of_stored_inputs(name: str, tmp_path: Path) -> None:
         results.append(made.train(source, 8))
         assert source.fetched == [*range(23)] * refetch
         found[refetch] = made.state_dict(), results
-    torch.testing.assert_close(found[True][0], found[False][0], rtol=0, atol=0)
+    assert_equal(found[True][0], found[False][0])
     assert found[True][1] == found[False][1]
 
 
@@ -137,8 +135,5 @@ def test_fetching_again_does_not_restart_workers() -> None:
         return torch.full((len(indices),), float(os.getpid()))
 
     source = TrainSource(Split(64, process, lambda i, seed: i), 2, seed=0, workers=2)
-    first, again = {source.inputs(0)[0].item()}, {source.refetch(0)[0].item()}
-    for m in range(1, 20):
-        first.add(source.inputs(m)[0].item())
-        again.add(source.refetch(m)[0].item())
+    first, again = ({read(m)[0].item() for m in range(20)} for read in (source.inputs, source.refetch))
     assert (len(first), len(again), first & again) == (2, 2, set())
