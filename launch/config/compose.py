@@ -20,7 +20,7 @@ from petra.errors import ConfigError, PetraError, alternatives, first_line, inva
 from . import CONF
 from .presets import method_presets, purposes
 from .read import near_first, to_config, unknown
-from .schema import GROUPS, SECTIONS, Config, LoggerConfig, keys
+from .schema import GROUPS, SECTIONS, Config, keys
 
 
 def register() -> None:
@@ -33,7 +33,6 @@ def register() -> None:
     for group in GROUPS:
         node[group] = {} if group in SECTIONS else {name: key.default for name, key in keys(group).items()}
         OmegaConf.set_struct(node[group], False)
-    node.logger._target_ = LoggerConfig._target_
     store.store("schema", node)
     for name, preset in method_presets().items():
         store.store(name, preset, "method", "method")

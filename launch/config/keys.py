@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from importlib import import_module
@@ -67,15 +66,11 @@ class Key:
 
 def fields_of(schema: Any) -> dict[str, Key]:
     """Return the fields of a dataclass of the schema."""
-    meanings, hints = descriptions(cleandoc(schema.__doc__ or "")), get_type_hints(schema, include_extras=True)
-    return {
-        entry.name: Key(
-            hints[entry.name],
-            (... if entry.default is MISSING else entry.default) if entry.default_factory is MISSING else entry.default_factory(),
-            meanings.get(entry.name, ""),
-        )
-        for entry in fields(schema)
-    }
+    hints, meanings = get_type_hints(schema, include_extras=True), dict[str, str]()
+    for kind in reversed(schema.__mro__):
+        meanings |= descriptions(cleandoc(kind.__doc__ or ""))
+    defaults = {entry.name: ... if entry.default is MISSING else entry.default for entry in fields(schema)}
+    return {name: Key(hints[name], default, meanings.get(name, "")) for name, default in defaults.items()}
 
 
 def is_shipped(target: str) -> bool:
@@ -92,7 +87,8 @@ def signature(target: str) -> dict[str, Key]:
     """
     module, node = definition(target)
     names, found = Names(module), dict[str, Key]()
-    for each in _with_bases(module, node):
+    bases = {*map(ast.unparse, getattr(node, "bases", ()))}
+    for each in (*(part for part in _statements(module) if getattr(part, "name", None) in bases), node):
         meanings = descriptions(ast.get_docstring(each) or "")
         exec(f"def parameters({_parameters(each)}): ...", {}, names)
         for name, entry in inspected(names.pop("parameters")).parameters.items():
@@ -151,13 +147,6 @@ def _statements(module: str) -> list[ast.stmt]:
     path = Path(petra.__path__[0], *module.split(".")[1:])
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return ast.parse(path.read_text(encoding="utf-8")).body if is_shipped(f"{module}.") and path.is_file() else []
-
-
-def _with_bases(module: str, node: Any) -> Iterator[Any]:
-    """Yield the base classes of a class in the same module, and the class or function itself."""
-    names = {*map(ast.unparse, getattr(node, "bases", ()))}
-    yield from (each for each in _statements(module) if getattr(each, "name", None) in names)
-    yield node
 
 
 def _parameters(node: Any) -> str:

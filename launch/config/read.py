@@ -15,7 +15,7 @@ from petra.errors import ConfigError, PetraError, accepts, alternatives, invalid
 
 from .keys import Key, definition, is_shipped, signature
 from .presets import targets
-from .schema import GROUPS, SECTIONS, Config, keys
+from .schema import GROUPS, RULES, SECTIONS, Config, keys
 
 
 def to_config(composed: DictConfig, given: Collection[str] | None = None) -> Config:
@@ -61,7 +61,7 @@ def _group(group: str, values: Any, given: Collection[str] | None) -> Any:
     if group not in SECTIONS:
         return kind(**found)
     held = {name: found.pop(name) for name in [*found] if name not in kind.__dataclass_fields__}
-    rules = {name: held.pop(name) for name in (signature(kind.RULES) if kind.RULES else ())}
+    rules = {name: held.pop(name) for name in signature(RULES) if name in held}
     return kind(**found, options=held, rules=rules)
 
 

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, is_dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, Final, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from .keys import Key, fields_of, is_shipped, signature
 from .presets import METHOD
 
 AUTO: Final = "auto"
-Backend = Literal["eager", "aot_eager", "inductor"]
-"""Backends of ``torch.compile``."""
-Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-"""Modes of its backend inductor."""
 MEMORY = "memory"
 """Value of ``dry_run`` that also predicts memory."""
+Compiler = Literal["eager", "aot_eager", "inductor", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+"""Backends of ``torch.compile``, then modes of its backend inductor."""
+RULES = "petra.engine.update_rules.UpdateRules"
+"""A dataclass in petra whose parameters are keys of ``optim``, too."""
+GIVEN = {
+    *("classes", "size", "module", "peak", "microbatches_per_epoch", "epochs"),
+    *("path", "folder", "config", "rows", "microbatches"),
+}
+"""Parameters of targets that are no keys, because they depend on the rest of the run."""
 
 
 @dataclass(kw_only=True)
@@ -30,13 +35,8 @@ class Section:
     Attributes:
         _target_: Function or class: of petra, or your own as module.function.
         options: Values of the parameters of the target.
-        rules: Values of the parameters of ``RULES``.
+        rules: Values of the parameters of :data:`RULES`.
     """
-
-    GIVEN: ClassVar[tuple[str, ...]] = ()
-    """Parameters of the target that are no keys, because they depend on the rest of the run."""
-    RULES: ClassVar[str] = ""
-    """A dataclass in petra whose parameters are keys of the group, too."""
 
     _target_: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -46,13 +46,6 @@ class Section:
     def name(self) -> str:
         """Name of a function or class in petra; the whole ``_target_`` for another one."""
         return self._target_.rpartition(".")[2] if is_shipped(self._target_) else self._target_
-
-
-@dataclass(kw_only=True)
-class ModelConfig(Section):
-    """The model."""
-
-    GIVEN = ("classes", "size")
 
 
 @dataclass(kw_only=True)
@@ -123,18 +116,8 @@ class OptimConfig(Section):
             none: the learning rate is lr.
     """
 
-    GIVEN = ("module",)
-    RULES = "petra.engine.update_rules.UpdateRules"
-
     lr: Annotated[float, ">= 0"] = 1e-3
     scaling: Literal["goyal", "none"] = "none"
-
-
-@dataclass(kw_only=True)
-class ScheduleConfig(Section):
-    """The learning rate schedule."""
-
-    GIVEN = ("peak", "microbatches_per_epoch", "epochs")
 
 
 @dataclass
@@ -188,7 +171,7 @@ class TrainerConfig:
     channels_last: Annotated[bool, "same results"] = True
     matmul_precision: Annotated[Literal["highest", "high", "medium"], "same results"] = "highest"
     cudnn_benchmark: Annotated[bool, "same results"] = False
-    compile: Annotated[Backend | Mode | None, "same results"] = None
+    compile: Annotated[Compiler | None, "same results"] = None
     limit_batches: Annotated[int | None, ">= 1"] = None
     export: Annotated[Literal["none", "pt", "safetensors"], "same results"] = "none"
     device: Annotated[Literal["auto", "cpu", "cuda"], "same results"] = "auto"
@@ -234,15 +217,6 @@ class ClusterConfig:
 
 
 @dataclass(kw_only=True)
-class LoggerConfig(Section):
-    """Where metrics are logged besides metrics.jsonl."""
-
-    GIVEN = ("path", "folder", "config", "rows", "microbatches")
-
-    _target_: str = "petra.training.JsonLines"
-
-
-@dataclass(kw_only=True)
 class Config:
     """A whole run.
 
@@ -271,16 +245,16 @@ class Config:
     init_from: Annotated[str | None, "same results"] = None
     init_skip: Annotated[list[str] | None, "same results"] = None
     dry_run: Annotated[bool | Literal["memory"], "same results"] = False
-    model: ModelConfig
+    model: Section
     data: DataConfig
     method: MethodConfig
     remedy: RemedyConfig
     optim: OptimConfig
-    schedule: ScheduleConfig
+    schedule: Section
     trainer: TrainerConfig
     checkpoint: Annotated[CheckpointConfig, "same results"]
     cluster: Annotated[ClusterConfig, "same results"]
-    logger: Annotated[LoggerConfig, "same results"]
+    logger: Annotated[Section, "same results"]
 
 
 GROUPS: dict[str, Any] = {name: kind for name, kind in get_type_hints(Config).items() if is_dataclass(kind)}
@@ -299,12 +273,10 @@ def keys(group: str = "", target: str = "") -> dict[str, Key]:
     """
     kind = GROUPS.get(group, Config)
     found = {name: key for name, key in fields_of(kind).items() if name not in (*GROUPS, "options", "rules")}
-    if group in SECTIONS:
-        rules = signature(kind.RULES) if kind.RULES else {}
-        parameters = signature(target) if is_shipped(target) else {}
-        for name, key in {**parameters, **rules}.items():
-            if name in found:
-                found[name].default = key.default
-            elif name not in kind.GIVEN:
-                found[name] = key
+    parameters, rules = signature(target) if group and is_shipped(target) else {}, signature(RULES) if group == "optim" else {}
+    for name, key in {**parameters, **rules}.items():
+        if name in found:
+            found[name].default = key.default
+        elif name not in GIVEN:
+            found[name] = key
     return found

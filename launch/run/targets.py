@@ -15,7 +15,7 @@ import petra.inplace_abn  # noqa: F401  adds its data sets to those of petra.dat
 from petra.errors import ConfigError, first_line, invalid, require
 
 from ..config.read import no_parameter
-from ..config.schema import Section
+from ..config.schema import GIVEN, Section
 
 Built = TypeVar("Built")
 
@@ -29,7 +29,7 @@ def factory(group: str, section: Section) -> Callable[..., Any]:
     function = imported(f"{group}._target_", section._target_)
     for name, value in section.options.items():
         if not takes(function, name):
-            options = [each for each in signature(function).parameters if each not in section.GIVEN]
+            options = [each for each in signature(function).parameters if each not in GIVEN]
             raise no_parameter(f"{group}.{name}", value, section._target_, options)
     made: Callable[..., Any] = instantiate({"_target_": section._target_, **section.options, "_partial_": True, "_convert_": "all"})
     return made

@@ -17,7 +17,7 @@ from petra.training import FORMATS, best_of, facts_in, facts_of, load, load_into
 from petra.training.checkpoint import FACTS, checkpoints, verify
 from petra.training.weight_files import State
 
-from ..config.schema import Config, LoggerConfig
+from ..config.schema import Config, Section
 from ..runtime.rank import Process
 from .build import set_up
 from .folder import CHECKPOINTS, CONFIG
@@ -168,5 +168,5 @@ def for_inference(config: Config) -> Config:
         optim=replace(config.optim, rules={**config.optim.rules, "average": None}),
         trainer=replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False),
         cluster=replace(config.cluster, elastic=False),
-        logger=LoggerConfig(),
+        logger=Section(_target_="petra.training.JsonLines"),
     )

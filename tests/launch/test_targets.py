@@ -20,7 +20,7 @@ from launch.config.compose import compose_overrides
 from launch.config.keys import signature as parameters
 from launch.config.presets import targets
 from launch.config.read import all_keys, to_config
-from launch.config.schema import SECTIONS
+from launch.config.schema import GIVEN, SECTIONS
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up
 from launch.run.folder import as_data, changes_results, read_config
@@ -60,7 +60,7 @@ def test_signatures_are_read_as_python_reads_them(group: str, target: str) -> No
         else found
     )
     hints = get_type_hints(made, include_extras=True)
-    for name in (name for name in read if name not in SECTIONS[group].GIVEN):
+    for name in (name for name in read if name not in GIVEN):
         assert {*accepted(read[name].hint)} == {*accepted(configured(hints[name]))}, name
 
 
