@@ -6,7 +6,6 @@ With replicas, the rank of each replica's first stage reads the replica's share.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -80,19 +79,6 @@ def data_sources(
     test = EvalSource(dataset, config.batch_size, config.workers, share if complete else slice(None), timeout)
     test.unit = unit_of(config, layout.inputs)
     return TrainSource(dataset, config.batch_size, seed, config.augment, config.workers, share, timeout), test
-
-
-def check_root(config: DataConfig) -> None:
-    """Check that the path ``data.root`` exists, without reading files. Data sets outside the package check it themselves.
-
-    Raises:
-        DataError: If ``data.root`` is needed and is missing.
-    """
-    if is_shipped(config._target_) and "root" in config.options:
-        if (root := config.options["root"]) is None:
-            load(config)  # raises the error that tells where to get the files
-        elif not Path(root).expanduser().exists():
-            raise invalid("data.root", f"a path to the files of {config.name}", f"{root}, which does not exist", DataError)
 
 
 def load(config: DataConfig) -> Dataset:

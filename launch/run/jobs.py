@@ -71,13 +71,13 @@ class Job:
         """Check the configuration for a number of processes before any run starts.
 
         Raises:
-            PetraError: If it cannot be run; see :func:`launch.run.build.set_up`. Of the data, only the existence of ``data.root``
-                is checked.
+            PetraError: If it cannot be run, or needs a path to its data.
         """
         from .build import set_up
-        from .data import check_root
+        from .data import load
 
-        check_root(self.config.data)
+        if self.config.data.options.get("root", "") is None:
+            load(self.config.data)  # raises the error that tells where to get the files
         set_up(self.config, Process(rank=0, world=processes, local_rank=0, local_world=processes))
 
 
