@@ -11,7 +11,7 @@ TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 # they wait for delays and timeouts much of the time
 EMULATED_TESTS := $(BIN)/python -m pytest -n 4 --dist worksteal -m "not stress" tests/emulated
 
-# PETRA over four processes: loss and accuracy in runs/*/curves.png
+# PETRA over four processes: loss and accuracy in runs/*/report.html
 demo: $(VENV)/package
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m launch.train experiment=demo
 

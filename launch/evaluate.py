@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
         weights, config = read_run(options, options.words, process)
         import torch
 
-        from .run.evaluation import evaluate
+        from .run.weights import evaluate
 
         if arguments is None:
             torch.set_num_interop_threads(1)

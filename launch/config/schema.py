@@ -157,7 +157,7 @@ class TrainerConfig:
             timeline.svg; null: none.
         stage_metrics: Log for each stage the time of forwards, backwards, updates and waiting, microbatches in flight, staleness
             and buffer bytes.
-        diagnose: Compare gradients every this many microbatches (one process only), in gradients.jsonl and gradients.png; null:
+        diagnose: Compare gradients every this many microbatches (one process only), in gradients.jsonl and the report; null:
             never.
     """
 

@@ -180,8 +180,6 @@ def check(config: Config, process: Process) -> None:
         check_installed()
     if trainer.export != "none":
         check_format(FORMATS[trainer.export])
-    transports = ("auto", "local") if processes_per_replica(process.world, config.dp) == 1 else ("auto", "lockstep", "edge")
-    require(trainer.transport in transports, "trainer.transport", alternatives(transports), trainer.transport)
     got = f"{trainer.diagnose} in {process.world} processes"
     require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
     fits = trainer.memory_limit is None or trainer.stages == AUTO
@@ -237,7 +235,7 @@ def _plan(
             refetch=refetch,
         )
     except ConfigError as error:  # names the argument
-        raise ConfigError(re.sub("^stages: ", "trainer.stages: ", str(error))) from error
+        raise ConfigError(re.sub("^(stages|transport|exact_streams): ", r"trainer.\1: ", str(error))) from error
 
 
 def _check_data_fits(config: Config) -> None:

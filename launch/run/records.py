@@ -1,4 +1,4 @@
-"""What a run writes into its folder: config.yaml, metrics, updates and changes as JSON Lines, summary.json, curves, report.html."""
+"""What a run writes into its folder: config.yaml, metrics, updates and changes as JSON Lines, summary.json, report.html."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from petra.analysis.plots import curve_panels, grid, save
 from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.errors import invalid
+from petra.errors import invalid, require
 from petra.training import JsonLines, Logger, Row, locked, new_run_folder, write_json
 from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text
@@ -39,7 +38,6 @@ CHANGES = "changes.jsonl"
 """File with the settings that were changed when the run was resumed."""
 RESULTS = ("miou", "perplexity", "accuracy")
 """Metrics on the test data; the last line of a run has the first one that it recorded."""
-PICTURES = ("curves.png", "timeline.png", "gradients.png")
 SHARED_WITHIN = 60.0
 """Seconds to wait until a network file system shows a new file on other machines."""
 
@@ -91,7 +89,7 @@ class Records:
         return f"{describe(facts)}{replicas}{waiting}; records in {self.folder}"
 
     def finish(self, history: Sequence[Row], memory: Sequence[int], seconds: float) -> None:
-        """Draw curves.png, close the loggers, and write report.html and summary.json, whose existence marks a complete run.
+        """Close the loggers, and write report.html and summary.json, whose existence marks a complete run.
 
         Losses in summary.json are in nats, accuracies from 0 to 1. Speed is that of training alone.
 
@@ -112,12 +110,9 @@ class Records:
             "torch": torch.__version__,
             "layout": stage_facts(self.setup.plan),
         }
-        title = f"{summary['model']}, {summary['method']} (d = {summary['delay']}), {summary['stages']} stages"
-        with writing(self.folder / "curves.png"):
-            panels = curve_panels({"": history}, {"": RunFolder(self.folder).updates()})
-            save(grid(panels, title=title), self.folder / "curves.png")
+        timeline = self.folder / "timeline.png"
         for logger in self.loggers:
-            logger.close(summary, [path for name in PICTURES if (path := self.folder / name).exists()])
+            logger.close(summary, [timeline] if timeline.exists() else [])
         write_report(self.folder, summary)
         write_json(self.folder / SUMMARY, summary)
         metric = next(name for name in RESULTS if f"test_{name}" in summary)
@@ -169,15 +164,16 @@ def default_folder(config: Config) -> Path:
     """
     names = (config.model.name, config.method.name, config.data.name)
     name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_" + "_".join(re.sub(r"[^\w.-]", "-", part) for part in names)
-    path, numbers = Path("runs", name), count(2)
-    while True:
+    path = Path("runs", name)
+    for number in count(2):
         try:
             path.mkdir(parents=True)
-            return path
+            break
         except FileExistsError:
-            path = Path("runs", f"{name}_{next(numbers)}")
+            path = Path("runs", f"{name}_{number}")
         except OSError as error:
             raise invalid("run_dir", "a folder, since the default one cannot be created", f"{path} ({error.strerror})") from error
+    return path
 
 
 def require_shared(folder: Path, timeout: float, process: Process) -> None:
@@ -194,11 +190,10 @@ def require_shared(folder: Path, timeout: float, process: Process) -> None:
         if process.first:
             seen.touch()
     until = time.monotonic() + min(SHARED_WITHIN, timeout / 2)
+    expected = "a folder on storage that all machines share, or checkpoint.keep=0"
     with raise_on_all_ranks():
         while not seen.exists():
-            if time.monotonic() > until:
-                expected = "a folder on storage that all machines share, or checkpoint.keep=0"
-                raise invalid("run_dir", expected, f"{folder}, which {socket.gethostname()} does not see")
+            require(time.monotonic() < until, "run_dir", expected, f"{folder}, which {socket.gethostname()} does not see")
             time.sleep(0.1)
     if process.first:
         seen.unlink()

@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from petra.analysis.plots import gradient_panels, grid, save
 from petra.analysis.timeline import write_timeline
 from petra.diagnostics.gradient_quality import GradientQuality
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
@@ -205,8 +204,6 @@ class TrainingRun:
         if self.records is not None and intervals:  # a resumed run may have nothing left to train
             title = f"{plan.model.name}, {plan.method.name}, the first {config.trace} microbatches"
             write_timeline(intervals, self.folder, title, plan.layout.processes)
-        if quality is not None and (compared := folder.gradients()):
-            save(grid(gradient_panels(compared), shaded=True), self.folder / "gradients.png")
 
 
 def _warnings(config: Config, batches: int) -> Iterator[str]:

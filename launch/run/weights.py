@@ -1,4 +1,4 @@
-"""Weights of a trained run: which file or checkpoint they are read from, and how a command names it."""
+"""Weights of a trained run: which file or checkpoint they are read from, how a command names it, and their evaluation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, ModelError, invalid, require
+from petra.inplace_abn import ConfusionMatrix
+from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
 from petra.pipeline import Pipeline
-from petra.training import FORMATS, best_of, facts_in, facts_of, load, load_into, network, newest
+from petra.training import FORMATS, best_of, facts_in, facts_of, limited, load, load_into, means, network, newest
 from petra.training.checkpoint import FACTS, checkpoints, verify
 from petra.training.weight_files import State
 
 from ..config.schema import Config, Section
 from ..runtime.rank import Process
-from .build import set_up
+from .build import Setup, set_numerics, set_up
 from .folder import CHECKPOINTS, CONFIG
 
 AVERAGE = "average"
@@ -170,3 +174,38 @@ def for_inference(config: Config) -> Config:
         cluster=replace(config.cluster, elastic=False),
         logger=Section(_target_="petra.training.JsonLines"),
     )
+
+
+def evaluate(config: Config, weights: Weights, process: Process) -> dict[str, Any]:
+    """Return loss and metrics on the test data, the same on every rank.
+
+    With pixels, also the intersection over union by class, None for classes that don't occur.
+
+    Args:
+        config: Configuration of the run.
+        weights: Weights of the run.
+        process: This process.
+
+    Raises:
+        PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
+    """
+    config = for_inference(config)
+    setup = set_up(config, process)
+    set_numerics(config.trainer)
+    with process.process_group(setup.device, config.trainer.timeout):
+        return _evaluate_in_group(setup, weights)
+
+
+def _evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
+    """Return loss and metrics. The pipeline ends with this function, before the process group does."""
+    train, test = setup.data()
+    pipeline, data = setup.pipeline(), setup.config.data
+    with raise_on_all_ranks():
+        weights.load_into(pipeline, train.vocabulary)
+    result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
+    numbers = {"weights": str(weights.path), setup.unit: result.targets, **means(result, setup.unit, test.bytes_per_target)}
+    if "miou" in result.counts:
+        values = ConfusionMatrix(data.classes).per_class(result.counts["miou"])
+        names = CITYSCAPES_CLASSES if data.name == "cityscapes" else range(len(values))
+        numbers["iou"] = {str(name): None if isnan(iou) else iou for name, iou in zip(names, values, strict=True)}
+    return numbers

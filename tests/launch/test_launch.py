@@ -277,7 +277,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if key not in wall} for row in lines(folder / "metrics.jsonl")]
 
 
-RECORDS = {".lock", "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json", "curves.png", "report.html", "checkpoints"}
+RECORDS = {".lock", "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json", "report.html", "checkpoints"}
 
 
 @pytest.mark.processes
