@@ -31,7 +31,7 @@ from .config.compose import compose_overrides
 from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import Config
 from .run.build import set_numerics, set_up
-from .run.dry_run import MEMORY_PARTS, show_progress, stage_memories
+from .run.costs import MEMORY_PARTS, show_progress, stage_memories
 from .run.markdown import table
 from .run.targets import factory
 from .runtime.rank import Process

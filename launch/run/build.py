@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -76,9 +76,10 @@ class Setup:
         """Stages and delay of the plan, as a checkpoint stores them."""
         return {"stages": [len(stage) for stage in self.plan.layout.stages], "delay": self.plan.method.delay}
 
-    def with_choice(self, stages: list[int], method: Method) -> Setup:
-        """Return the setup with the chosen values for all settings that were ``auto``."""
-        plan = _plan(self.config, self.plan.model, method, stages, self.processes, self.device)
+    def with_choice(self, stages: Sequence[int], delay: int | Sequence[int], method: Method | None = None) -> Setup:
+        """Return the setup with the chosen values for all settings that were ``auto``, for its own or another method."""
+        method = replace(method or self.plan.method, delay=delay if isinstance(delay, int) else tuple(delay))
+        plan = _plan(self.config, self.plan.model, method, list(stages), self.processes, self.device)
         return replace(self, plan=plan, auto=frozenset())
 
     def data(self, replicas: Replicas | None = None) -> tuple[TrainSource, EvalSource]:
@@ -144,10 +145,7 @@ def set_up(config: Config, process: Process) -> Setup:
     _check_data_fits(config)
     wanted = config.trainer.stages
     stages = processes_per_replica(process.world, config.dp) if wanted == "auto" else wanted
-    device, data = process.device(config.trainer.device), config.data
-    automatic = config.model.options.get("stem") == AUTO
-    stem = {"stem": "imagenet" if data.size > LARGEST_CIFAR_STEM else "cifar"} if automatic else {}
-    model = built(Model, "model", config.model, classes=data.classes, size=data.size, **stem)
+    device, model = process.device(config.trainer.device), model_of(config)
     auto = frozenset(name for name, value in {"stages": wanted, "delay": config.method.delay}.items() if value == AUTO)
     delay = 2 if "delay" in auto else config.method.delay
     method = built(Method, "method", config.method, name=config.method.name, delay=delay, keep=config.method.keep)
@@ -160,6 +158,13 @@ def set_up(config: Config, process: Process) -> Setup:
     for remedy in checked.remedies:
         remedy.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
     return setup
+
+
+def model_of(config: Config) -> Model:
+    """Return the model of a configuration."""
+    data, automatic = config.data, config.model.options.get("stem") == AUTO
+    stem = {"stem": "imagenet" if data.size > LARGEST_CIFAR_STEM else "cifar"} if automatic else {}
+    return built(Model, "model", config.model, classes=data.classes, size=data.size, **stem)
 
 
 def check(config: Config, process: Process) -> None:

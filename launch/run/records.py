@@ -28,7 +28,7 @@ from petra.training.records import PART, write_text_atomically, writing
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
-from .dry_run import stage_facts
+from .costs import stage_facts
 from .folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, RunFolder, as_data
 from .report import describe, write_report
 from .resume import Start
@@ -48,7 +48,6 @@ class Records:
     Args:
         setup: Configuration and plan.
         start: What the run starts from. If the run resumes, the rows of the epochs already done are written again.
-        clock: Number of microbatches already trained on.
 
     Attributes:
         folder: Folder of the run.
@@ -60,9 +59,9 @@ class Records:
         DataError: If a file in it cannot be written.
     """
 
-    def __init__(self, setup: Setup, start: Start, clock: int) -> None:
+    def __init__(self, setup: Setup, start: Start) -> None:
         self.setup, config, rows = setup, setup.config, start.history
-        updates = [] if start.run is None else RunFolder(start.run).updates(clock)
+        updates = [] if start.run is None else RunFolder(start.run).updates(start.clock)
         path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         # A folder that was deleted while its run wrote checkpoints has no config.yaml.
         resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / CHECKPOINTS)))
@@ -73,12 +72,12 @@ class Records:
         shared: list[Logger] = []
         if config.logger.name != JsonLines.__name__:
             earlier = sorted([*updates, *rows], key=lambda row: row["microbatches"])
-            given = {"folder": self.folder, "config": content, "rows": earlier, "microbatches": clock}
+            given = {"folder": self.folder, "config": content, "rows": earlier, "microbatches": start.clock}
             shared.append(built(Logger, "logger", config.logger, **given))  # type: ignore[type-abstract]
         self.loggers: list[Logger] = [JsonLines(self.folder / METRICS, rows), *shared]
         self.update_loggers: list[Logger] = [JsonLines(self.folder / UPDATES, updates), *shared]
         for key, (before, now) in start.changes.items():
-            JsonLines(self.folder / CHANGES).log({"microbatch": clock, "key": key, "before": before, "now": now})
+            JsonLines(self.folder / CHANGES).log({"microbatch": start.clock, "key": key, "before": before, "now": now})
 
     def headline(self) -> str:
         """Return one line that describes the run."""

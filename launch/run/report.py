@@ -69,22 +69,16 @@ def _panels(run: RunFolder, rows: Sequence[Row], summary: Row) -> dict[str, list
         for key in (key for key in row if key.startswith("stage/")):
             _, stage, kind = key.split("/")
             stages.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], row[key]))
-    stored = [max(size for _, size in curve) for curve in stages.pop("buffer_bytes", {}).values()]
     peaks, compared = summary.get("peak_memory_bytes", ()), run.gradients()
-    curves, memory = curve_panels({"": rows}, {"": run.updates()}), []
+    curves = curve_panels({"": rows}, {"": run.updates()})
     for key in (key for key in rows[-1] if key == "learning_rate" or key.endswith(SPEED)):
         label = key.replace(SPEED, "/s").replace("_", " ")
         curves.append(Panel("epoch", label, {label: [(row["epoch"], row[key]) for row in rows if key in row]}))
-    for place, label, first, sizes, shown in (
-        ("process", "peak memory of the process, MB", 0, peaks, len(peaks) > 1),
-        ("stage", "inputs stored between forward and backward, MB", 1, stored, any(stored)),
-    ):
-        if shown:
-            memory.append(Panel(place, label, {label: [(i, size / 1e6) for i, size in enumerate(sizes, first)]}, bars=True))
+    peak = {"peak memory": [(process, size / 1e6) for process, size in enumerate(peaks)]}
     return {
         "curves": curves,
         "stages": [Panel("epoch", kind.replace("_", " "), lines) for kind, lines in stages.items()],
-        "memory": memory,
+        "memory": [Panel("process", "peak memory of the process, MB", peak, bars=True)] if len(peaks) > 1 else [],
         "gradients": gradient_panels(compared) if compared else [],
     }
 

@@ -47,6 +47,11 @@ class Start:
         return self.facts["trainer"]["history"] if self.path else ()
 
     @property
+    def clock(self) -> int:
+        """Number of microbatches already trained on."""
+        return self.facts["clock"] if self.path else 0
+
+    @property
     def run(self) -> Path | None:
         """Folder of the run that the checkpoint belongs to, or None without a checkpoint."""
         return self.path and (self.path if self.state is not None else self.path.parent.parent)
@@ -119,8 +124,8 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
             Weights(start.path).require_vocabulary("data.root", vocabulary)
             restore(pipeline, start.path)
         else:
-            load_state(pipeline, start.state, start.facts["clock"], "memory")
-        done, before = pipeline.microbatches_done, start.facts["trainer"]["epoch"]
+            load_state(pipeline, start.state, start.clock, "memory")
+        done, before = start.clock, start.facts["trainer"]["epoch"]
         source = start.path if start.state is None else "the last generation of replicas"
         expected = f"data with {before} microbatches in an epoch, as in the run so far (init_from starts from its weights)"
         require(epoch == before, str(source), expected, epoch)

@@ -26,9 +26,8 @@ from ..config.schema import MEMORY, Config
 from ..runtime.agent import StopRequest
 from ..runtime.network import set_variables
 from ..runtime.rank import Process
-from .autotune import tune_setup
 from .build import Setup, set_numerics, set_up
-from .dry_run import memory_table, stage_map
+from .costs import memory_table, stage_map, tune_setup
 from .folder import CHECKPOINTS, GRADIENTS, TRUST, RunFolder, as_data, names_foreign_code
 from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
@@ -117,7 +116,7 @@ class TrainingRun:
         self.pipeline = setup.pipeline(batches, replicas)
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
         with raise_on_all_ranks():
-            self.records = Records(setup, start, self.pipeline.microbatches_done) if process.first else None
+            self.records = Records(setup, start) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
             print(*_warnings(config, batches), self.records.headline(), *loaded, sep="\n", flush=True)

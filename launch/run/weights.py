@@ -23,7 +23,7 @@ from petra.training.weight_files import State
 
 from ..config.schema import Config, Section
 from ..runtime.rank import Process
-from .build import Setup, set_numerics, set_up
+from .build import Setup, model_of, set_numerics, set_up
 from .folder import CHECKPOINTS, CONFIG
 
 AVERAGE = "average"
@@ -131,9 +131,7 @@ class Weights:
         Raises:
             ModelError: If the weights are those of another network.
         """
-        config = for_inference(config)
-        config = replace(config, trainer=replace(config.trainer, device="cpu"))
-        model = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1)).plan.model
+        model = model_of(config)
         built = model.build(config.seed)
         try:
             built.load_state_dict(self.read())

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from launch.config.compose import compose_overrides
 from launch.config.presets import purposes
 from launch.evaluate import main as evaluate
-from launch.run.dry_run import stage_facts, stage_map
+from launch.run.costs import stage_facts, stage_map
 from launch.run.folder import as_data
 from petra import ConfigError, DataError, Keep, Method, Pipeline, Weights
 from petra.cost_model.memory import stored_activations

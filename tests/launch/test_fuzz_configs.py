@@ -33,9 +33,8 @@ from launch.config.compose import compose_overrides
 from launch.config.presets import purposes
 from launch.config.read import all_keys
 from launch.config.schema import Config
-from launch.run.autotune import tune_setup
 from launch.run.build import set_up
-from launch.run.dry_run import stage_map
+from launch.run.costs import stage_map, tune_setup
 from launch.run.resume import find_start, load_start
 from launch.run.training import run
 from petra.errors import PetraError

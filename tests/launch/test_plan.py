@@ -15,9 +15,8 @@ from launch.config.machines import read_machines, write_machines
 from launch.doctor.links import describe, measure_speeds
 from launch.doctor.machine import Report
 from launch.plan import main
-from launch.run.autotune import tune_setup
 from launch.run.build import Setup, set_up
-from launch.run.dry_run import memory_table, stage_memories
+from launch.run.costs import memory_table, stage_memories, tune_setup
 from launch.runtime.rank import Process
 from petra import ConfigError, PetraError
 from petra.cost_model.autotune import Tuned

@@ -1,25 +1,34 @@
-"""Tables of the stages of a plan and of their memory, which a dry run prints without building the model."""
+"""What a plan costs: tables of stages and memory, which a dry run prints without building the model, and auto-tuning."""
 
 from __future__ import annotations
 
 import math
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from petra.cost_model.autotune import Tuned
+from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.block_memory import Known
+from petra.cost_model.costs import profile_blocks
+from petra.cost_model.machines import INSTANT, Device, Machines, measure_link
 from petra.cost_model.memory import PredictedMemory, predict_memory
+from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.errors import require
 from petra.method import Method
 from petra.plan import Plan
 from petra.specs import TensorSpec
 
+from ..config.machines import read_machines
 from ..config.schema import AUTO
-from .build import Setup
+from ..runtime.rank import Process
+from .build import Choices, Setup
 from .markdown import table
+from .targets import factory
 
 STAGES = ("stage", "process", "blocks", "parameters", "FLOPs", "τ", "stores", "MB →", "MB ←")
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "stored", "temporary", "workspace")
@@ -96,7 +105,7 @@ def stage_memories(setup: Setup, known: Known, method: Method, tuned: Tuned) -> 
     """
     config = replace(setup.config, trainer=replace(setup.config.trainer, transport=AUTO))  # that of one process may be local
     several = replace(setup, config=config, processes=len(tuned.stages) * config.dp)
-    return _memory(several.with_choice(list(tuned.stages), replace(method, delay=tuned.delay)), known)
+    return _memory(several.with_choice(tuned.stages, tuned.delay, method), known)
 
 
 def _memory(setup: Setup, known: Known) -> list[PredictedMemory]:
@@ -110,3 +119,76 @@ def show_progress(text: str) -> None:
     """Show what is being done, on a terminal only, in place of what was shown before."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)
+
+
+def tune_setup(setup: Setup, process: Process, earlier: Choices | None = None) -> Setup:
+    """Return the setup with a value for each setting that is ``auto``. Every rank must call this in the process group.
+
+    Rank 0 measures forward, backward and update of each block on its device. Ranks 0 and 1 measure the link between them.
+
+    Args:
+        setup: Configuration and plan.
+        process: This process.
+        earlier: Choices in the checkpoint that the run resumes from. They are taken unless the configuration has other stages.
+
+    Raises:
+        ConfigError: If no partition fits the memory limit. Raised on every rank.
+    """
+    if not setup.auto:
+        return setup
+    if earlier is not None and ("stages" in setup.auto or setup.choices["stages"] == earlier["stages"]):
+        return setup.with_choice(**earlier)
+    if (path := setup.config.cluster.machines) is not None:
+        machines = read_machines(path)
+    else:
+        machines = Machines.equal(len(setup.plan.layout.processes), measure_link(setup.device))
+    with raise_on_all_ranks():
+        chosen = _choose(setup, machines) if process.first else None
+    found: Tuned = all_gather_objects(chosen)[0]
+    if process.first:
+        times = ", ".join(f"{1e3 * (cost.forward + cost.backward):.3g}" for cost in found.costs)
+        print(f"chosen: stages={list(found.stages)}, delay={found.delay}; F + B of the stages: {times} ms", flush=True)
+    return setup.with_choice(found.stages, found.delay)
+
+
+def _choose(setup: Setup, machines: Machines) -> Tuned:
+    plan, config = setup.plan, setup.config
+    blocks = profile_blocks(
+        plan.model,
+        plan.layout.inputs,
+        optimizer=factory("optim", config.optim),
+        device=setup.device,
+        numerics=plan.numerics,
+        seed=config.seed,
+    )
+    processes, several = plan.layout.processes, len(plan.layout.processes) > 1
+    require(len(processes) <= len(machines.devices), "cluster.machines", f"{len(processes)} devices", len(machines.devices))
+    # In one process the choice of delays would not change the speed, so choose as for one process per stage.
+    stages: int | list[int] = len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages]
+    owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]
+    owned_by = machines.devices if several else (Device(),) * len(owners)
+    devices = [device for device, owned in zip(owned_by, owners, strict=False) for _ in owned]
+    links = machines.connections[: len(owners) - 1] if several else INSTANT
+
+    def search(limits: Sequence[float] | None = None) -> Tuned:
+        return tune(
+            blocks,
+            plan.method,
+            plan.k,
+            stages,
+            tune_delay="delay" in setup.auto,
+            speeds=[device.speed for device in devices],
+            limits=limits,
+            link=links,
+            processes=owners if several else None,
+            transport=config.trainer.transport,
+            device_type=setup.device.type,
+        )
+
+    limit = float("inf") if config.trainer.memory_limit is None else 1e9 * config.trainer.memory_limit
+    available = [min(limit, device.memory) for device in devices]
+    if min(available) == float("inf"):
+        return search()
+    memories = partial(stage_memories, setup, {}, plan.method)
+    found, _ = search_within(available, search, memories, "trainer.memory_limit", "stage")
+    return found
