@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from launch.plan import main
 from launch.run.build import Setup, set_up
 from launch.run.costs import memory_table, stage_memories, tune_setup
 from launch.runtime.rank import Process
-from petra import ConfigError, PetraError
+from petra import ConfigError, Model, Numerics, PetraError, TensorSpec
 from petra.cost_model.autotune import Tuned
+from petra.cost_model.costs import BlockCost, count_blocks
 from petra.cost_model.machines import Connection, Device, Link, Machines
 from petra.cost_model.zero_bubble import PREDICTED
 from tests.support.commands import ALONE, TINY, lines, planned, refused
@@ -133,7 +135,13 @@ def counted(setup: Setup) -> list[int]:
     return [memory.total for memory in stage_memories(setup, {}, method, Tuned(stages, method.delay, (), ()))]
 
 
-def test_stages_fit_the_memory_limit_by_the_account() -> None:
+def test_stages_fit_the_memory_limit_by_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks take times by their FLOPs, so that a busy machine chooses the same partitions."""
+
+    def profile(model: Model, inputs: TensorSpec, *, numerics: Numerics, **_: Any) -> tuple[BlockCost, ...]:
+        return tuple(block.scaled(1e-12) for block in count_blocks(model, inputs, numerics))
+
+    monkeypatch.setattr("launch.run.costs.profile_blocks", profile)
     settings, two = (*TINY, "trainer.stages=auto"), Process(rank=0, world=2, local_rank=0, local_world=2)
     free = counted(tune_setup(planned(*settings, place=two), ALONE))
     limit = max(free) - 10_000
