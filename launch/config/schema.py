@@ -225,8 +225,7 @@ class Config:
         dp: Number of replicas of every stage, each in its own processes and with an equal share of every microbatch.
         seed: Seed of the weights, the order of the data, augmentation and random numbers inside blocks.
         run_dir: Folder of the run, new or empty; null: runs/<date>_<time>_<model>_<method>_<data>.
-        resume: null: don't resume; auto: resume from the last checkpoint in run_dir, or start if there is none; or the folder of a
-            run or a checkpoint.
+        resume: null: don't resume; auto: resume from the last checkpoint in run_dir, or start if there is none.
         resume_change: null: a resumed run must have the same results-relevant settings; or the list of keys that it may change,
             such as [optim.lr].
         init_from: Initial weights: null: random; or a file of exported weights, the folder of a checkpoint, or the folder of a run
@@ -240,7 +239,7 @@ class Config:
     dp: Annotated[int, ">= 1", "same results"] = 1
     seed: Annotated[int, ">= 0"] = 0
     run_dir: Annotated[str | None, "same results"] = None
-    resume: Annotated[str | None, "same results"] = None
+    resume: Annotated[Literal["auto"] | None, "same results"] = None
     resume_change: Annotated[list[str] | None, "same results"] = None
     init_from: Annotated[str | None, "same results"] = None
     init_skip: Annotated[list[str] | None, "same results"] = None

@@ -174,12 +174,10 @@ def check(config: Config, process: Process) -> None:
         ConfigError: If a value is not accepted. The message names the key.
     """
     trainer, alone = config.trainer, process.world == 1
-    located = config.resume != AUTO or config.run_dir is not None
+    located = config.resume is None or config.run_dir is not None
     require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
     require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)
     require(config.init_skip is None or config.init_from is not None, "init_skip", "null without init_from", config.init_skip)
-    single = config.init_from is None or config.resume in (None, AUTO)
-    require(single, "init_from", "null with resume=<folder>, which brings its own weights", config.init_from)
     check_installed = getattr(imported("logger._target_", config.logger._target_), "require", None)
     if check_installed is not None:
         check_installed()

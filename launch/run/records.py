@@ -61,10 +61,10 @@ class Records:
 
     def __init__(self, setup: Setup, start: Start) -> None:
         self.setup, config, rows = setup, setup.config, start.history
-        updates = [] if start.run is None else RunFolder(start.run).updates(start.clock)
         path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         # A folder that was deleted while its run wrote checkpoints has no config.yaml.
         resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / CHECKPOINTS)))
+        updates = [] if start.path is None else RunFolder(path).updates(start.clock)
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / SUMMARY).unlink(missing_ok=True)
         content = as_data(config)

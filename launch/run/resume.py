@@ -1,4 +1,4 @@
-"""Start of a run: from random weights, its own last checkpoint, another run's checkpoint, or weights in a file."""
+"""Start of a run: from random weights, its own last checkpoint, or the weights of another run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.errors import DataError, invalid, require
+from petra.errors import DataError, require
 from petra.pipeline import Pipeline
 from petra.training import Row, facts_of, newest, restore
-from petra.training.checkpoint import FACTS, verify
 from petra.training.state import load_state
 from petra.training.weight_files import State
 
-from ..config.schema import AUTO, Config
+from ..config.schema import Config
 from ..runtime.rank import Process
 from .folder import CHECKPOINTS, as_data, changes_results, differences, flat, require_format
 from .weights import Weights
@@ -51,22 +50,17 @@ class Start:
         """Number of microbatches already trained on."""
         return self.facts["clock"] if self.path else 0
 
-    @property
-    def run(self) -> Path | None:
-        """Folder of the run that the checkpoint belongs to, or None without a checkpoint."""
-        return self.path and (self.path if self.state is not None else self.path.parent.parent)
-
 
 def find_start(config: Config, process: Process) -> Start:
-    """Return the checkpoint that the configuration asks to start from. Every rank must call this function; rank 0 searches.
+    """Return the newest checkpoint of a run that may resume. Every rank must call this function; rank 0 searches.
 
     Raises:
-        PetraError: If ``resume`` names a folder without a complete checkpoint, or if its configuration differs in a key that
-            changes what is computed. Raised on every rank.
+        PetraError: If all checkpoints are damaged, or if the configuration differs in a key that changes what is computed. Raised
+            on every rank.
     """
-    start = Start()
+    start, folder = Start(), Path(str(config.run_dir)) / CHECKPOINTS
     with raise_on_all_ranks():
-        if process.first and config.resume is not None and (path := _checkpoint(config)) is not None:
+        if process.first and config.resume is not None and (path := newest(folder)) is not None:
             facts = facts_of(path)
             saved, trainer = (facts[key] if isinstance(facts.get(key), dict) else {} for key in ("config", "trainer"))
             require_format(saved, path)
@@ -145,15 +139,3 @@ def _load_weights(pipeline: Pipeline, config: Config, path: Path, vocabulary: st
     weights.load_into(pipeline, vocabulary, skip)
     random = f"; random: {', '.join(sorted(skip))}" if skip else ""
     return f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{random}"
-
-
-def _checkpoint(config: Config) -> Path | None:
-    if config.resume == AUTO:
-        return newest(Path(str(config.run_dir)) / CHECKPOINTS)
-    path = Path(str(config.resume))
-    if (path / FACTS).exists():
-        verify(path)
-        return path
-    if (found := newest(path / CHECKPOINTS)) is None:
-        raise invalid("resume", "null, auto, or the folder of a run or a checkpoint", f"{path}, which has no checkpoint")
-    return found

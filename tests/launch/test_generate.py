@@ -145,9 +145,11 @@ def test_another_vocabulary_of_the_same_size_is_refused(trained: Path, other: Pa
 
 @pytest.mark.parametrize("word", ["resume", "init_from"])
 def test_a_run_does_not_start_from_weights_for_another_vocabulary(word: str, trained: Path, other: Path, tmp_path: Path) -> None:
-    changes = [f"data.root={other}", f"run_dir={tmp_path}/run", f"{word}={trained}/run", "trainer.epochs=2"]
+    if word == "resume":
+        shutil.copytree(trained / "run", tmp_path / "run")
+    changes = ["resume=auto" if word == "resume" else f"init_from={trained}/run", f"run_dir={tmp_path}/run", "trainer.epochs=2"]
     with pytest.raises(PetraError, match=r"^data\.root: expected tokens of the vocabulary \w{12}, with which .* was trained, got "):
-        train(*RUN, *changes)
+        train(*RUN, f"data.root={other}", *changes)
 
 
 def test_other_text_of_the_same_vocabulary_and_unknown_vocabularies_are_evaluated(
