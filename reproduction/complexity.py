@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from launch.run.markdown import table
 from petra import Recipe
-from petra.cost_model.block_memory import count_block
 from petra.cost_model.costs import StageCost
 from petra.cost_model.simulator import predict
+from petra.cost_model.stage_memory import count_stage
 from petra.diagnostics.activation_memory import ActivationMemory
 from petra.engine.stage import Stage
 from petra.hooks import Hook
@@ -134,14 +134,12 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
         messages = stack.enter_context(pipeline.hooks.attached(_Messages()))
         counter = stack.enter_context(FlopCounter())
         pipeline.train(_RandomData(inputs), microbatches)
-    specs = pipeline.plan.layout.profiles[0].outputs
-    parameters = sum(p.nbytes for p in first.module.parameters())
-    graph = count_block(pipeline.plan.model, 1, specs, Keep.GRAPH).stored
+    plan, parameters = pipeline.plan.stages[1], sum(p.nbytes for p in first.module.parameters())
     activation, forward = BATCH * FEATURES * 4, 2 * BATCH * FEATURES**2
     backward = 2 if method.keep is Keep.GRAPH else 3
     return Complexity(
-        graphs=memory.peaks[1] / graph,
-        inputs=memory.peaks[1] / sum(spec.bytes for spec in specs),
+        graphs=memory.peaks[1] / count_stage(pipeline.plan.model, replace(plan, keeps=(Keep.GRAPH,))).stored,
+        inputs=memory.peaks[1] / sum(spec.bytes for spec in plan.inputs),
         weights=1 + versions.peak / parameters,
         forward=messages.bytes[1, 2] / microbatches / activation,
         backward=messages.bytes[2, 1] / microbatches / activation,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from launch.run.markdown import table
-from petra.cost_model.block_memory import Known, count_block
+from petra.cost_model.stage_memory import Known, count_stage
 from petra.method import Keep
 from petra.model import Model
 from petra.models import revnet18, revnet50
@@ -135,9 +135,11 @@ def stage_parts(plan: Plan) -> list[StageParts]:
 def activations(model: Model, stage: StagePlan) -> tuple[int, int]:
     """Return the bytes that a stage stores for one microbatch, and those of the largest graph that exists only in a backward."""
     known, forms = Known(), [stage.inputs, *(profile.outputs for profile in stage.profiles)]
-    graphs = [count_block(model, b, form, Keep.GRAPH, known=known).stored for b, form in zip(stage.blocks, forms, strict=False)]
-    inputs = [sum(spec.bytes for spec in form) for form in forms]
-    sizes = [{Keep.GRAPH: graph, Keep.INPUT: x}.get(keep, 0) for keep, graph, x in zip(stage.keeps, graphs, inputs, strict=False)]
+    parts = zip(stage.blocks, stage.profiles, forms, strict=False)
+    blocks = [replace(stage, blocks=range(b, b + 1), profiles=(p,), inputs=x, keeps=(Keep.GRAPH,)) for b, p, x in parts]
+    graphs = [count_stage(model, block, known=known).stored for block in blocks]
+    inputs = [sum(spec.bytes for spec in block.inputs) for block in blocks]
+    sizes = [{Keep.GRAPH: graph, Keep.INPUT: x}.get(keep, 0) for keep, graph, x in zip(stage.keeps, graphs, inputs, strict=True)]
     return sum(sizes), max((graph for graph, keep in zip(graphs, stage.keeps, strict=True) if keep is not Keep.GRAPH), default=0)
 
 

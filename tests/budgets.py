@@ -40,7 +40,7 @@ ROOMS = {
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/diagnostics",): Budget(790, 800),
-    ("petra/cost_model",): Budget(1_640, 1_500),
+    ("petra/cost_model",): Budget(1_500, 1_500),
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_200, 1_225),
     ("launch/config",): Budget(840, 400),

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from petra.cost_model.delays import largest_delay
+from petra.cost_model.autotune import largest_delay
 from petra.data import EvalSource, TrainSource
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of, top5_correct

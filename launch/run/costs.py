@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from petra.cost_model.autotune import Tuned, search_within, tune
-from petra.cost_model.block_memory import Known
 from petra.cost_model.costs import profile_blocks
 from petra.cost_model.machines import INSTANT, Device, Machines, measure_link
 from petra.cost_model.memory import PredictedMemory, predict_memory
+from petra.cost_model.stage_memory import Known
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import require
 from petra.method import Method

@@ -9,9 +9,9 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from petra.cost_model.block_memory import BuildOptimizer
 from petra.cost_model.machines import synchronized_time
 from petra.engine.build import make_stage
+from petra.engine.recipe import OptimizerFactory
 from petra.engine.stage import Stage
 from petra.method import Keep
 from petra.model import BlockProfile, Model
@@ -76,8 +76,7 @@ class StageCost:
 
     def on(self, speed: float) -> StageCost:
         """Return the cost on a device of another speed, relative to the device of this cost."""
-        times = ("forward", "backward", "update", "weights")
-        return replace(self, **{name: getattr(self, name) / speed for name in times})
+        return replace(self, **{name: getattr(self, name) / speed for name in ("forward", "backward", "update", "weights")})
 
 
 def pipeline_costs(stages: Sequence[Sequence[BlockCost]], keeps: Sequence[Sequence[Keep]]) -> list[StageCost]:
@@ -120,7 +119,7 @@ def profile_blocks(
     model: Model,
     inputs: TensorSpec,
     *,
-    optimizer: BuildOptimizer,
+    optimizer: OptimizerFactory,
     device: torch.device | str = "cpu",
     numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
     seed: int = 0,
@@ -189,13 +188,13 @@ def _forward_backward_seconds(
     return median(forward[1:]), median(backward[1:])
 
 
-def _update_seconds(module: nn.Module, build_optimizer: BuildOptimizer, device: torch.device, rounds: int, others: Tensor) -> float:
+def _update_seconds(module: nn.Module, build: OptimizerFactory, device: torch.device, rounds: int, others: Tensor) -> float:
     """Measure the optimizer's step. The first round is a warm-up."""
     if not any(p.requires_grad for p in module.parameters()):
         return 0.0
     for p in module.parameters():
         p.grad = torch.zeros_like(p)
-    optimizer, seconds = build_optimizer(module), []
+    optimizer, seconds = build(module), []
     for _ in range(rounds + 1):
         others.add_(1)
         start = synchronized_time(device)

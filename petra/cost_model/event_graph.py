@@ -167,9 +167,9 @@ class Events:
         for i, item in enumerate(self.items):
             if item.step is not None and (target := pipe.receiver(item.step)) is not None:
                 self._send(i, item.step, target)
-        if pipe.transport == "lockstep":
-            self._exchange(exchanges)
         lockstep = pipe.transport == "lockstep"
+        if lockstep:
+            self._exchange(exchanges)
         phases = [
             (item.round, LAST if event == ARRIVAL and lockstep else item.position, event)
             for item in self.items

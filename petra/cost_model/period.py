@@ -118,8 +118,7 @@ def longest_paths(graph: EventGraph) -> Values:
 def _best_cycle(graph: EventGraph, chosen: Indices) -> float:
     """Return the largest ratio of the cycles that one edge of each event forms; 0 if there is none."""
     events = np.arange(len(chosen))
-    columns = (part[chosen, events].tolist() for part in (graph.sources, graph.seconds, graph.repetitions))
-    source, seconds, repetitions = columns
+    source, seconds, repetitions = (part[chosen, events].tolist() for part in (graph.sources, graph.seconds, graph.repetitions))
     best, visited = 0.0, [-1] * len(chosen)
     for first in range(len(chosen)):
         event = first

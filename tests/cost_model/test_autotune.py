@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from petra import METHODS, ConfigError, Keep, Method, TensorSpec
-from petra.cost_model.autotune import Tuned, search_within, tune
+from petra.cost_model.autotune import Tuned, choose_delays, search_within, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
-from petra.cost_model.delays import choose_delays
 from petra.cost_model.machines import Link
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import predict

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses import fake_tensor
 
 from petra import Model, Pipeline, TensorSpec, UpdateRules
-from petra.cost_model import block_memory
-from petra.cost_model.block_memory import LiveBytes
+from petra.cost_model import stage_memory
 from petra.cost_model.memory import WORKSPACE, PredictedMemory, predict_memory
+from petra.cost_model.stage_memory import LiveBytes
 from petra.diagnostics.activation_memory import BLOCK, rounded
 from petra.engine.recipe import Recipe
 from petra.models import MODELS
@@ -118,18 +118,18 @@ def test_equal_stages_are_equal(method: str) -> None:
     assert delays[0] == (14 if method == "petra" else 7)
 
 
-def test_blocks_of_a_kind_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in other methods that store the same, in longer pipelines and deeper models."""
+def test_equal_stages_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first, the other and the last stages of three methods, also in longer pipelines and deeper models."""
     counted: list[int] = []
-    count = block_memory._count
-    monkeypatch.setattr(block_memory, "_count", lambda *rest, **more: counted.append(1) or count(*rest, **more))
+    count = stage_memory._count
+    monkeypatch.setattr(stage_memory, "_count", lambda *rest, **more: counted.append(1) or count(*rest, **more))
     found = []
     for depth in (8, 40):
         counted.clear()
         model, inputs, targets = transformer(depth)
-        known = block_memory.Known()
+        known = stage_memory.Known()
         for method in ("petra", "1f1b", "dsp"):
             plan = make_plan(model, inputs, method=method, k=4, stages=depth // 2, processes=depth // 2, device_type="cuda")
             predict_memory(plan, Recipe(OPTIMIZERS["sgd"], lambda m: 0.1), targets, known)
         found.append(len(counted))
-    assert found == [6, 6]  # the embedding and the head store the same in all three methods
+    assert found == [9, 9]

@@ -12,8 +12,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from petra import METHODS, Keep, Method
+from petra.cost_model.autotune import TOLERANCE, choose_delays
 from petra.cost_model.costs import StageCost
-from petra.cost_model.delays import TOLERANCE, choose_delays
 from petra.cost_model.machines import INSTANT, Connection, Link, measure_link
 from petra.cost_model.simulator import predict, simulate
 from petra.cost_model.zero_bubble import PREDICTED, ZeroBubble

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+from dataclasses import replace
 
-from petra import Keep, Method, TensorSpec, Weights
-from petra.cost_model.block_memory import count_block
+import pytest
+
+from petra import Keep, Method, Weights
 from petra.cost_model.memory import stored_activations
+from petra.cost_model.stage_memory import count_stage
 from petra.diagnostics.activation_memory import BLOCK, measured, rounded
+from petra.plan import make_plan
 from tests.support.nets import RandomSource, mixed, mixed_net
 
 METHODS = [
@@ -33,17 +35,17 @@ def test_bytes_counted_by_hand() -> None:
     """mixed_net, batch 4 of 8x8 images in float64: a stream of block1 has 4·4·8·8 elements, one of block3 has 4·8·4·4."""
     model, data, number = mixed_net(), RandomSource(), 8
     stream, wide = 4 * 4 * 8 * 8 * number, 4 * 8 * 4 * 4 * number
-    pair = [TensorSpec((4, 4, 8, 8), torch.float64)] * 2
+    plan = make_plan(model, data.spec)
 
-    def stored(block: int, inputs: list[TensorSpec], keep: Keep) -> int:
-        return count_block(model, block, inputs, keep).stored
+    def stored(block: int, keep: Keep) -> int:
+        return count_stage(model, replace(plan.stages[block], keeps=(keep,))).stored
 
-    assert stored(1, pair, Keep.NOTHING) == 0
-    assert stored(1, pair, Keep.INPUT) == 2 * stream
+    assert stored(1, Keep.NOTHING) == 0
+    assert stored(1, Keep.INPUT) == 2 * stream
     # Inputs x1 and x2; the convolution's output, saved by the normalisation with mean and deviation; tanh's output; the sum.
-    assert stored(1, pair, Keep.GRAPH) == 5 * stream + 2 * BLOCK
-    assert stored(4, [TensorSpec((4, 8, 4, 4), torch.float64)] * 2, Keep.GRAPH) == 5 * wide + 2 * BLOCK
-    assert stored(0, [data.spec], Keep.INPUT) == data.spec.bytes
+    assert stored(1, Keep.GRAPH) == 5 * stream + 2 * BLOCK
+    assert stored(4, Keep.GRAPH) == 5 * wide + 2 * BLOCK
+    assert stored(0, Keep.INPUT) == data.spec.bytes
 
 
 def test_stashed_weights_count() -> None:

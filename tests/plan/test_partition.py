@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from petra import METHODS, ConfigError, TensorSpec
+from petra.cost_model.autotune import choose_delays
 from petra.cost_model.costs import StageCost
-from petra.cost_model.delays import choose_delays
 from petra.cost_model.machines import Link
 from petra.plan import make_plan
 from petra.plan.layout import make_layout

@@ -1,0 +1,230 @@
+"""Memory of one stage: what its passes and its update allocate, counted by running them on tensors without data."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra.diagnostics.activation_memory import rounded
+from petra.engine.build import make_stage
+from petra.engine.endpoints import LossPort
+from petra.engine.recipe import Recipe
+from petra.engine.stage import Stage
+from petra.engine.worker import Worker
+from petra.method import Keep, Weights
+from petra.model import Model
+from petra.plan.messages import boundary
+from petra.plan.plan import StagePlan
+from petra.settings import Numerics
+from petra.specs import Message, MessageSpec, TensorSpec
+from petra.torch_private import DEVICE, TorchDispatchMode, fake_tensor_mode, storage_key, tree_leaves
+from petra.transport.packing import Packing
+
+Receive = Callable[[int], Message]
+"""Returns the message of a microbatch."""
+Known = dict[Hashable, Any]
+"""What has been counted, by what it depends on. Plans with the same model, inputs, number formats and recipe may share it."""
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage.
+
+    Attributes:
+        weights: Parameters and buffers.
+        gradients: Gradients of the trained parameters; also the size of one version of the weights.
+        graph_gradients: Those of blocks that store their graph.
+        optimizer: States of the optimizer, and the moving average.
+        casts: Copies of weights that live until the update: those that graphs of stashed weights refer to.
+        stored: What a forward leaves for its backward, without what the stage before stores too.
+        ends: What exists besides when a forward ends: its input and output.
+        forward, backward, update: Most that a step adds for a moment, the messages that it receives included.
+    """
+
+    weights: int
+    gradients: int
+    graph_gradients: int
+    optimizer: int
+    casts: int
+    stored: int
+    ends: int
+    forward: int
+    backward: int
+    update: int
+
+
+def count_stage(
+    model: Model,
+    stage: StagePlan,
+    numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
+    *,
+    recipe: Recipe | None = None,
+    targets: TensorSpec | None = None,
+    before: StagePlan | None = None,
+    returns_input: bool = False,
+    remote: tuple[bool, bool] = (False, False),
+    known: Known | None = None,
+) -> StageMemory:
+    """Count the memory of a stage. Equal stages are counted once. Needs neither a GPU nor the memory that it counts.
+
+    Args:
+        recipe: Training settings; None if neither the optimizer nor the loss counts.
+        targets: Shape and type of a microbatch's targets if the stage is the last one.
+        before: The stage before it if that is in the same process.
+        returns_input: As for :class:`petra.engine.stage.Stage`.
+        remote: Whether the stages before and after it are in other processes.
+        known: Stages that have been counted, to which this call adds its own.
+
+    Raises:
+        PetraError: If this torch has no FakeTensorMode.
+    """
+    known, parts = {} if known is None else known, [stage] if before is None else [before, stage]
+    kinds = [tuple(model.blocks[b].kind for b in part.blocks) for part in parts]
+    forms = [(part.blocks.start == 0, part.inputs, part.keeps, part.weights) for part in parts]
+    key = (*zip(kinds, forms, strict=True), returns_input, remote, targets, recipe is None)
+    if key not in known:
+        with torch.device("meta"):
+            modules = [[model.blocks[b].build().train() for b in part.blocks] for part in parts]
+        with fake_tensor_mode(), LiveBytes() as live:
+            first = _receiver(boundary(parts[0].inputs, Keep.INPUT, numerics, 0).forward, remote[0])
+            stages = []
+            for part, blocks in zip(parts, modules, strict=True):
+                for module in blocks:
+                    _fake_module(module, numerics.channels_last)
+                stages.append(
+                    make_stage(
+                        blocks,
+                        part.keeps,
+                        first_block=min(part.blocks.start, 1),
+                        weights=part.weights,
+                        numerics=numerics,
+                        returns_input=returns_input,
+                        fetch=lambda m: first(m)[0],
+                    )
+                )
+            receive = first if before is None else lambda m: (stages[0].forward(m, *first(m)),)
+            answer = _receiver(boundary(stage.outputs, stage.keeps[-1], numerics, 0).backward, remote[1])
+            after: Any = SimpleNamespace(send=lambda m, message: None, receive=answer)
+            if recipe is not None and targets is not None:
+                after = LossPort(CPU, recipe.losses, recipe.metrics)
+                after.start(SimpleNamespace(targets=lambda m: _empty(targets)), 0, 0)
+            known[key] = _count(stages[-1], stage, receive, after, recipe, live)
+    return known[key]  # type: ignore[no-any-return]
+
+
+def _count(stage: Stage, plan: StagePlan, receive: Receive, after: Any, recipe: Recipe | None, live: LiveBytes) -> StageMemory:
+    """Count passes that come after others: the first ones make copies of the weights."""
+    before: Any = SimpleNamespace(receive=receive, send=lambda m, message: None)
+    worker = Worker(0, stage, before, after, lambda t: None)  # type: ignore[arg-type]
+    receive(0)
+    begin = live.now
+    receive(1)
+    shared = live.now - begin  # what the stage before stores of each microbatch
+    begin = live.now + shared
+    worker.forward(2)
+    worker.backward(2)
+    casts = live.now - begin
+    begin = live.now + shared
+    (x,) = receive(3)
+    y = stage.forward(3, x)
+    ends = live.now - begin
+    after.send(3, (y,))
+    del x, y
+    stored = live.now - begin
+    begin = live.most = live.now + shared + stored
+    worker.forward(4)
+    forward = live.most - begin
+    if plan.weights is not Weights.CURRENT:
+        with stage.updating():
+            pass
+        begin = live.now
+    live.most = live.now
+    worker.backward(4)
+    backward = live.most - begin
+    gradients = [sum(rounded(p.nbytes) for p in runner.parameters.values()) for runner in stage.runners]
+    graphs = sum(size for size, keep in zip(gradients, plan.keeps, strict=True) if keep is Keep.GRAPH)
+    states = update = 0
+    if recipe is not None and stage.gradients.parameters:
+        states, update = _count_update(recipe.optimizer(stage.module), live)
+        states += sum(gradients) * (recipe.rules.average is not None)
+    weights = sum(rounded(t.nbytes) for t in (*stage.module.parameters(), *stage.module.buffers()))
+    return StageMemory(weights, sum(gradients), graphs, states, casts, stored, ends - stored, forward, backward, update)
+
+
+def _count_update(optimizer: torch.optim.Optimizer, live: LiveBytes) -> tuple[int, int]:
+    """Return the bytes of the optimizer's states, and the most that its second step adds for a moment."""
+    optimizer.step()
+    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    before = live.most = live.now
+    optimizer.step()
+    return sum(rounded(t.nbytes) for t in tensors), live.most - before
+
+
+def _receiver(spec: MessageSpec, remote: bool) -> Receive:
+    """Return a function that makes messages. The parts of one from another process share its memory."""
+    if remote:
+        packing = Packing(spec, CPU, "")
+        return lambda m: packing.unpack(packing.buffer())
+    return lambda m: tuple(tuple(map(_empty, part)) for part in spec)
+
+
+def _empty(spec: TensorSpec) -> Tensor:
+    last = torch.channels_last if spec.channels_last else torch.contiguous_format
+    return torch.empty(spec.shape, dtype=spec.dtype, memory_format=last)
+
+
+def _fake_module(module: nn.Module, channels_last: bool) -> None:
+    """Replace a module's tensors on the meta device by fake tensors on the CPU, where autocast applies."""
+    made: dict[int, Tensor] = {}
+    for part in module.modules():
+        parameters = [*part.named_parameters(recurse=False, remove_duplicate=False)]
+        buffers = [*part.named_buffers(recurse=False, remove_duplicate=False)]
+        for name, tensor in (*parameters, *buffers):
+            last = channels_last and tensor.dim() == 4
+            fake = torch.empty(
+                tensor.shape, dtype=tensor.dtype, memory_format=torch.channels_last if last else torch.contiguous_format
+            )
+            fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+            setattr(part, name, made.setdefault(id(tensor), fake))
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages that operations inside the ``with`` block create, while they live.
+
+    Attributes:
+        now: Bytes that live now.
+        most: Most bytes that lived at a time since the caller last set it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is DEVICE:
+            return CPU  # of all tensors here; FakeTensorMode would take longer, and each operation asks several times
+        if function.name().startswith("aten::_fused_") and not function._schema.returns:
+            return None  # updates in place; FakeTensorMode would run the optimizer's kernel on real tensors
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor) and storage_key(tensor) not in self._seen:
+                self._add(storage_key(tensor), tensor.untyped_storage())
+        return found
+
+    def _add(self, key: int, storage: Any) -> None:
+        def freed(_: object) -> None:
+            del self._seen[key]
+            self.now -= size
+
+        size = rounded(storage.nbytes())
+        self._seen[key] = weakref.ref(storage, freed)
+        self.now += size
+        self.most = max(self.most, self.now)
