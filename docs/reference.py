@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from launch.config import CONF
 from launch.config.keys import Key, definition, descriptions
-from launch.config.presets import configurations, purposes, targets
+from launch.config.presets import configurations, targets
 from launch.config.schema import GROUPS, keys
 from launch.run.folder import changes_results
 
@@ -56,7 +56,7 @@ def page() -> str:
     for group in GROUPS:
         names = sorted(configurations(group), key=lambda name: (name != chosen[group], name))
         parts += [f"## {group}\n", *_names(group, names, rows := rows_of(group)), "".join(_table(f"{group}.", rows))]
-    about = purposes("experiment")
+    about = {name: text for name, (text, _) in configurations("experiment").items()}
     table = "".join(["| name | |\n|---|---|\n", *(f"| `experiment={name}` | {_cell(text)} |\n" for name, text in about.items())])
     return "\n".join([*parts, "## experiment\n\nNone by default.\n", table])
 

@@ -16,9 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from petra.errors import ConfigError, PetraError, alternatives, first_line, invalid, require
+from petra.method import METHODS
 
 from . import CONF
-from .presets import method_presets, purposes
+from .presets import configurations
 from .read import near_first, to_config, unknown
 from .schema import GROUPS, SECTIONS, Config, keys
 
@@ -34,8 +35,8 @@ def register() -> None:
         node[group] = {} if group in SECTIONS else {name: key.default for name, key in keys(group).items()}
         OmegaConf.set_struct(node[group], False)
     store.store("schema", node)
-    for name, preset in method_presets().items():
-        store.store(name, preset, "method", "method")
+    for name in METHODS:
+        store.store(name, configurations("method")[name][1], "method", "method")
     for group in GROUPS.keys() - SECTIONS.keys():
         store.store("default", {}, group, group)
 
@@ -98,7 +99,7 @@ def config_error(error: Exception, overrides: Sequence[str]) -> PetraError:
         return _unparsed(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, name = error.missing_cfg_file.partition("/")  # the files of a group may be in subfolders
-        return invalid(group, alternatives(near_first(name, list(purposes(group)))), name)
+        return invalid(group, alternatives(near_first(name, list(configurations(group)))), name)
     for found in (error, error.__cause__, error.__context__):
         if isinstance(found, ConfigKeyError | ConfigAttributeError) and found.full_key:
             return unknown(str(found.full_key))

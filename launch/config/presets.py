@@ -19,33 +19,19 @@ from . import CONF
 METHOD = "petra.method.Method"
 
 
-def method_presets() -> dict[str, dict[str, Any]]:
-    """Return the configurations of the methods by name, as files would contain them."""
-    switches = {name: asdict(method).items() for name, method in METHODS.items()}
-    return {
-        name: {"_target_": METHOD, **{key: str(value) if isinstance(value, str) else value for key, value in items}}
-        for name, items in switches.items()
-    }
-
-
 @cache
 def configurations(group: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the configurations of a group by name: the line that describes each, and its content."""
+    """Return the configurations of a group by name: the line that describes each, and its content, as a file contains it."""
     found = dict[str, tuple[str, dict[str, Any]]]()
-    for name, node in method_presets().items() if group == "method" else ():
-        shown = {key: value for key, value in node.items() if key in ("delay", "keep") or value not in (False, None, name, METHOD)}
-        about = ", ".join(f"{key} {str(value).lower()}" for key, value in shown.items() if value != "current")
-        found[name] = about, node
+    for name, method in METHODS.items() if group == "method" else ():
+        node = {key: str(value) if isinstance(value, str) else value for key, value in asdict(method).items()}
+        own = {key: value for key, value in node.items() if key in ("delay", "keep") or value not in (False, None, name, "current")}
+        found[name] = ", ".join(f"{key} {str(value).lower()}" for key, value in own.items()), {"_target_": METHOD, **node}
     for path in Path(CONF, group).rglob("*.yaml"):
         text = path.read_text(encoding="utf-8")
         about = next((line[2:] for line in text.splitlines() if line.startswith("# ") and "@package" not in line), "")
         found[str(path.relative_to(Path(CONF, group)).with_suffix(""))] = about, yaml.safe_load(text) or {}
     return dict(sorted(found.items()))
-
-
-def purposes(group: str) -> dict[str, str]:
-    """Return the names of all configurations of a group with the line that describes each."""
-    return {name: about for name, (about, _) in configurations(group).items()}
 
 
 @cache

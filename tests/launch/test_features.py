@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launch.config.compose import compose_overrides
-from launch.config.presets import purposes
+from launch.config.presets import configurations
 from launch.evaluate import main as evaluate
 from launch.run.costs import stage_facts, stage_map
 from launch.run.folder import as_data
@@ -166,7 +166,7 @@ def test_every_row_of_the_papers_composes_and_plans(row: str) -> None:
 
 
 def test_every_preset_has_a_row() -> None:
-    presets = set(purposes("experiment"))
+    presets = set(configurations("experiment"))
     presets -= {name for name in presets if name.startswith("inplace_abn/")}  # compared with the paper in test_recipes.py
     assert presets <= {row.split()[0].removeprefix("experiment=") for row in ROWS}
 

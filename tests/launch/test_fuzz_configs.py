@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 
 from launch.config import CONF
 from launch.config.compose import compose_overrides
-from launch.config.presets import purposes
+from launch.config.presets import configurations
 from launch.config.read import all_keys
 from launch.config.schema import Config
 from launch.run.build import set_up
@@ -101,7 +101,7 @@ def override(chance: random.Random) -> Override:
 
 def command_line(chance: random.Random) -> list[Override]:
     """Return a command line. If it ends with ``whole``, it stands for a whole run."""
-    model = chance.choice(SMALL if chance.random() < 0.99 else [*purposes("model")])
+    model = chance.choice(SMALL if chance.random() < 0.99 else [*configurations("model")])
     texts = (model == "revgpt") ^ (chance.random() < 0.03)
     data = "text" if texts else chance.choice(["synthetic", "synthetic", "synthetic", "synthetic", "digits", "cifar10"])
     line = [f"model={model}", f"data={data}", "trainer.device=cpu", "trainer.epochs=2", "data.batch_size=3"]
@@ -110,7 +110,7 @@ def command_line(chance: random.Random) -> list[Override]:
     line += ["data.root=TEXT"] if data == "text" else []
     line += ["model.depth=2", "model.dim=8", "model.heads=2"] if model in ("revvit", "revgpt") else []
     line += ["model.width=0.0625"] if model in ("revnet18", "resnet18") else []
-    line += [f"{group}={chance.choice([*purposes(group)])}" for group in GROUPS if chance.random() < 0.4]
+    line += [f"{group}={chance.choice([*configurations(group)])}" for group in GROUPS if chance.random() < 0.4]
     line += [f"k={chance.choice((1, 2, 9))}"] if chance.random() < 0.6 else []
     line += [override(chance) for _ in range(chance.choice((0, 1, 1, 2, 3, 4)))]
     return [*line, "whole"] if chance.random() < 0.02 else line

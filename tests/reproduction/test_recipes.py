@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch.config.compose import compose_overrides
-from launch.config.presets import purposes
+from launch.config.presets import configurations
 from launch.config.schema import Config
 from launch.run.build import learning_rate
 from petra.models import MODELS
@@ -136,7 +136,7 @@ def test_parameters_of_petras_table_2(model: str) -> None:
     assert round(count / 1e6, 1) == paper.PARAMETERS[model]
 
 
-NAMES = [name.removeprefix("inplace_abn/") for name in purposes("experiment") if name.startswith("inplace_abn/")]
+NAMES = [name.removeprefix("inplace_abn/") for name in configurations("experiment") if name.startswith("inplace_abn/")]
 SEGMENTATION = {"cityscapes": (19, 2.5e-3, 360), "cocostuff": (91, 2.5e-3, 30), "vistas": (65, 3.5e-3, 90)}
 """Classes, initial learning rate and epochs (section 4.2)."""
 
