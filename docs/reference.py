@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from launch.config import CONF
 from launch.config.keys import Key, definition, descriptions
-from launch.config.presets import configurations, targets
+from launch.config.read import configurations, targets
 from launch.config.schema import GROUPS, keys
 from launch.run.folder import changes_results
 

@@ -19,8 +19,7 @@ from petra.errors import ConfigError, PetraError, alternatives, first_line, inva
 from petra.method import METHODS
 
 from . import CONF
-from .presets import configurations
-from .read import near_first, to_config, unknown
+from .read import configurations, near_first, to_config, unknown
 from .schema import GROUPS, SECTIONS, Config, keys
 
 

@@ -12,9 +12,9 @@ from functools import cache
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from .keys import Key, fields_of, is_shipped, signature
-from .presets import METHOD
 
 AUTO: Final = "auto"
+METHOD = "petra.method.Method"
 MEMORY = "memory"
 """Value of ``dry_run`` that also predicts memory."""
 Compiler = Literal["eager", "aot_eager", "inductor", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launch.config.compose import compose_overrides
-from launch.config.presets import configurations
+from launch.config.read import configurations
 from launch.evaluate import main as evaluate
 from launch.run.costs import stage_facts, stage_map
 from launch.run.folder import as_data

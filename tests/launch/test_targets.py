@@ -18,8 +18,7 @@ from omegaconf import OmegaConf
 import petra.inplace_abn  # noqa: F401
 from launch.config.compose import compose_overrides
 from launch.config.keys import signature as parameters
-from launch.config.presets import targets
-from launch.config.read import all_keys, to_config
+from launch.config.read import all_keys, targets, to_config
 from launch.config.schema import GIVEN, SECTIONS
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up

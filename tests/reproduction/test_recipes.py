@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from launch.config.compose import compose_overrides
-from launch.config.presets import configurations
+from launch.config.read import configurations
 from launch.config.schema import Config
 from launch.run.build import learning_rate
 from petra.models import MODELS
