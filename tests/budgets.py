@@ -43,7 +43,7 @@ ROOMS = {
     ("petra/cost_model",): Budget(1_500, 1_500),
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_200, 1_225),
-    ("launch/config",): Budget(840, 400),
+    ("launch/config",): Budget(810, 400),
     ("launch/run",): Budget(1_930, 1_600),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
