@@ -12,6 +12,7 @@ Runs are written in the oldest spelling of their configuration. :data:`SPELLINGS
 from __future__ import annotations
 
 import argparse
+import hashlib
 import io
 import json
 import os
@@ -175,9 +176,10 @@ def main() -> None:
     parsed = subprocess.run(["git", "rev-parse", options.against], cwd=ROOT, check=True, capture_output=True, text=True)
     commit, begun = parsed.stdout.strip(), time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
-        kept, trained = (options.folder or Path(temporary)) / commit, Path(temporary) / "new"
-        files = Path(temporary) / "files"
+        files, trained = Path(temporary) / "files", Path(temporary) / "new"
         write_files(files)
+        data = hashlib.md5(b"".join(path.read_bytes() for path in sorted(files.rglob("*.*")))).hexdigest()
+        kept = (options.folder or Path(temporary)) / f"{commit}-{data[:8]}"  # weights trained on other files are no reference
         missing = [run for run in runs if not (kept / run.name / "model.pt").exists()]
         if missing:
             tree = Path(temporary) / "tree"
@@ -205,7 +207,7 @@ def write_files(folder: Path) -> None:
     """Write the data of the runs: a text, tokens in llm.c's format, images with labels, and the description of two links."""
     for part in ("tokens", "segmentation"):
         (folder / part).mkdir(parents=True)
-    (folder / "text.txt").write_bytes(bytes(i * i % 251 for i in range(4096)))
+    (folder / "text.txt").write_bytes(bytes(i * i % 251 or 251 for i in range(4096)))
     for name, count in (("train", 4096), ("val", 512)):
         header = np.zeros(256, "<i4")
         header[:3] = 20240520, 1, count

@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from launch.config.compose import compose_overrides
-from launch.run.build import set_up
 from launch.run.training import prepare_process
-from launch.runtime.rank import Process
 from petra import torch_private
 from petra.process_memory import keep_freed_memory
 from tests.structure import ROOT, modules
+from tests.support.commands import planned
 
 PRIVATE = re.compile(
     r"\btorch(?:\.\w+)*\._[a-z]\w*|from torch[\w.]* import .*\b_[a-z]\w*|from torch[\w.]*\._[a-z]"
@@ -59,26 +57,19 @@ def test_versions_grow_with_writes() -> None:
         assert torch_private.version(torch.zeros(2)) is None
 
 
-ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
 FAULTS = """
 import resource
 import torch
 from petra.process_memory import keep_freed_memory
 
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
 print(keep_freed_memory())
-def twice():
-    return [torch.full((64, 2**18), float(i)) for i in range(2)]
-
 torch.set_num_threads(1)
-for _ in range(8):  # until the heap has its final size
-    twice()
-before = faults()
-for _ in range(10):
-    twice()
-print(faults() - before)
+for i in range(18):
+    if i == 8:  # the heap has its final size
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    found = [torch.full((64, 2**18), float(i)) for i in range(2)]
+    del found
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
@@ -95,25 +86,19 @@ def test_freed_memory_is_reused_unless_the_environment_configures_malloc(monkeyp
     assert not keep_freed_memory()
 
 
-class Cycle:
-    """An object that refers to itself."""
-
-    def __init__(self) -> None:
-        self.myself = self
-
-
 def test_a_run_frees_what_the_last_one_left_and_sets_options_of_torch() -> None:
-    overrides = ["trainer.device=cpu", "trainer.matmul_precision=high", "trainer.cudnn_benchmark=true"]
-    setup = set_up(compose_overrides(overrides), ALONE)
+    setup = planned("trainer.device=cpu", "trainer.matmul_precision=high", "trainer.cudnn_benchmark=true")
     gc.disable()
     try:
-        left = weakref.ref(Cycle())
+        cycle = nn.Identity()
+        left, cycle.itself = weakref.ref(cycle), [cycle]
+        del cycle
         prepare_process(setup)
         assert left() is None
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cudnn.benchmark
         assert torch.backends.cudnn.allow_tf32
-        prepare_process(set_up(compose_overrides(["trainer.device=cpu"]), ALONE))
+        prepare_process(planned("trainer.device=cpu"))
         assert torch.backends.cudnn.deterministic
         assert not torch.backends.cudnn.allow_tf32
     finally:

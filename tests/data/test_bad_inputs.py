@@ -110,11 +110,7 @@ OTHER = "expected other contents than any other file of the data, got those of"
         ("tokens", copy("train.bin", "val.bin"), rf"val\.bin: {OTHER} train\.bin"),
         ("tokens", link("val.bin", "train.bin"), rf"val\.bin: {OTHER} train\.bin"),
         ("tokens", copy("train.bin", "train (1).bin"), rf"train\.bin: {OTHER}"),
-        (
-            "tokens",
-            tokens("train.bin", np.zeros(5000, "<u2")),
-            r"train\.bin: expected different tokens at the end, got 0 1024 ",
-        ),
+        ("tokens", tokens("train.bin", np.zeros(5000, "<u2")), r"train\.bin: expected different tokens at the end, got 0 1024 "),
         ("tokens", tokens("train.bin", WORDS[0] * (np.arange(3000) < 1500)), "expected different tokens at the end"),
         ("tokens", tokens("train_2.bin", WORDS[0][:0]), r"train_2\.bin: expected tokens, got none"),
         ("tokens", tokens("val.bin", WORDS[1].astype("<u4")), "expected files of tokens of one type, got uint16 and uint32"),
@@ -142,17 +138,9 @@ OTHER = "expected other contents than any other file of the data, got those of"
         ("imagenet", pipe("train/n00/0.JPEG"), r"0\.JPEG: expected a file, got a pipe"),
         ("imagenet", link("val", "train"), rf"val/n00/3\.JPEG: {OTHER} train/n00/3\.JPEG"),
         ("imagenet", both(move("val", "gone"), copy("train", "val")), rf"val/n00/3\.JPEG: {OTHER} train/n00/3\.JPEG"),
-        (
-            "segmentation",
-            copy("labels/train/a.png", "labels/train/c.png"),
-            r"c\.png: labels without an image, 1 in all",
-        ),
+        ("segmentation", copy("labels/train/a.png", "labels/train/c.png"), r"c\.png: labels without an image, 1 in all"),
         ("segmentation", copy("images/train/a.png", "images/train/a.jpg"), r"a\.png: expected labels of one image"),
-        (
-            "segmentation",
-            SAME_PIXELS,
-            "expected other images in val than in train",
-        ),
+        ("segmentation", SAME_PIXELS, "expected other images in val than in train"),
         ("segmentation", upright("images/train/a.png"), r"a\.png: expected an image without an EXIF orientation"),
         ("segmentation", pipe("images/train/a.png"), r"a\.png: expected a file"),
     ],
@@ -188,11 +176,7 @@ def lowercase(folder: Path) -> None:
         (copy("a.txt", "b.txt"), ["a.txt", "--validation", "b.txt"], rf"b\.txt: {OTHER} a\.txt"),
         (copy("a.txt", "b.txt"), ["a.txt", "a.txt"], rf"a\.txt: {OTHER} a\.txt"),
         (copy("a.txt", "b.txt"), ["a.txt", "--separator", "<end>"], "--separator: expected a text that occurs in the files"),
-        (
-            lowercase,
-            ["a.txt", "--vocabulary", "lower.json"],
-            "expected a vocabulary that gives the text back, got 'some",
-        ),
+        (lowercase, ["a.txt", "--vocabulary", "lower.json"], "expected a vocabulary that gives the text back, got 'some"),
     ],
 )
 def test_tokenize(

@@ -150,10 +150,7 @@ def test_saturated_activations_give_finite_gradients(activation: str, limit: int
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters_changed_before_the_backward_pass(variant: str) -> None:
-    """A pipeline that stores graphs updates weights between forward and backward. Gradients equal those of batch norm then.
-
-    They do so again if the graph is retained, and the output keeps its values.
-    """
+    """As in a pipeline that stores graphs. Gradients equal those of batch norm, again if the graph is retained."""
     torch.manual_seed(3)
     layer, batch_norm = pair(3, "leaky_relu", variant)
     x, delta = torch.randn(2, 6, 3, 5, dtype=torch.float64)

@@ -83,10 +83,7 @@ def test_the_sample_after_an_epoch_is_the_text_that_generate_writes(trained: Pat
     [
         (["--tokens=0"], "--tokens: expected an integer >= 1, got 0"),
         (["--temperature=-1"], "temperature: expected a number >= 0, got -1"),
-        (
-            ["--temperature=1e-310"],
-            "temperature: expected 0 for .* token, or a number from 1e-100 to .*, got 1e-310",
-        ),
+        (["--temperature=1e-310"], "temperature: expected 0 for .* token, or a number from 1e-100 to .*, got 1e-310"),
         (["--temperature=inf"], "temperature: expected 0 for .* token, or a number from 1e-100 to .*, got inf"),
         (["--prompt=a\udcff"], "--prompt: expected text in UTF-8, got 'a.udcff'"),
         (["--vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),

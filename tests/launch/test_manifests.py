@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -20,27 +19,21 @@ from launch.node import Node
 from tests.structure import ROOT
 
 
-def checked(tool: str, *arguments: str) -> str:
-    """Return the output of a tool that must succeed. Skip the test if the tool is not installed."""
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("hadolint docker/Dockerfile", ""),
+        ("shellcheck docker/two_nodes.sh launch/templates/slurm.sbatch", ""),
+        ("docker-compose -f docker/compose.yaml config --services", "node0\nnode1\n"),
+    ],
+)
+def test_other_programs_read_their_files(command: str, printed: str) -> None:
+    tool, *arguments = command.split()
     path = shutil.which(tool, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if path is None:
         pytest.skip(f"{tool} is not installed")
     done = subprocess.run([path, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_hadolint_accepts_the_dockerfile() -> None:
-    assert checked("hadolint", "docker/Dockerfile") == ""
-
-
-def test_shellcheck_accepts_the_scripts() -> None:
-    assert checked("shellcheck", "docker/two_nodes.sh", "launch/templates/slurm.sbatch") == ""
-
-
-def test_docker_compose_reads_both_nodes() -> None:
-    found = yaml.safe_load(checked("docker-compose", "-f", "docker/compose.yaml", "config"))
-    assert {"node0", "node1"} == found["services"].keys()
+    assert (done.returncode, sorted(done.stdout.split())) == (0, printed.split()), done.stdout + done.stderr
 
 
 def test_composed_nodes_find_their_places() -> None:
@@ -56,15 +49,10 @@ def test_composed_nodes_find_their_places() -> None:
         assert service["ulimits"]["memlock"] == -1
 
 
-def kubeflow() -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((ROOT / "launch" / "templates" / "kubeflow.yaml").read_text()))
-
-
 def test_kubeflows_schema_accepts_the_manifests() -> None:
     pytest.importorskip("kubeflow_trainer_api")
     models = importlib.import_module("kubeflow_trainer_api.models")
-    runtime, job = kubeflow()
-    for manifest in (runtime, job):
+    for manifest in yaml.safe_load_all((ROOT / "launch" / "templates" / "kubeflow.yaml").read_text()):
         schema = getattr(models, f"TrainerV1alpha1{manifest['kind']}")
         assert schema.from_dict(manifest).to_dict() == manifest  # the schema ignores unknown keys
 

@@ -58,10 +58,7 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
         ("devices: [{speed: 0}]", "speed: expected a number >= 1e-12 and <= 1e12, got 0"),
         ("devices: [{speed: .inf}]", "speed: expected a number >= 1e-12 and <= 1e12, got inf"),
         ("devices: [{memory: .nan}]", "memory: expected null or a number > 0, got nan"),
-        (
-            f"{TWO}[{{forward: {{bandwidth: 1, latency: .inf}}, backward: {{bandwidth: 1}}}}]",
-            "latency: expected a number >= 0",
-        ),
+        (f"{TWO}[{{forward: {{bandwidth: 1, latency: .inf}}, backward: {{bandwidth: 1}}}}]", "latency: expected a number >= 0"),
         ("devices: [{count: 3}]", "links: expected 2, one between each two neighbours of 3 processes, got 0"),
         ("devices: [", "YAML"),
     ],

@@ -71,10 +71,7 @@ def test_runs_that_start_in_the_same_second_have_different_folders(tmp_path: Pat
 
 REFUSED = [
     ("data.classes=7 init_from=first run_dir=new", r"model\.pt: block head does not fit"),
-    (
-        "init_from=first init_skip=[classifier] run_dir=new",
-        r"init_skip: expected names of blocks \(stem, .*, head\), got classifier",
-    ),
+    ("init_from=first init_skip=[classifier] run_dir=new", r"init_skip: expected names of blocks \(stem, .*, head\), got cl"),
     ("optim.lr=0.5", r"optim\.lr: expected 0\.1 as in .* \(resume_change=\[optim\.lr\] allows another value\)"),
     ("optim.lr=0.5 schedule.gamma=0.3 resume_change=[optim.lr]", r"schedule\.gamma: expected 0\.1 as in"),
     ("resume_change=[optim.rate]", r"resume_change: expected a list of keys and groups, got optim\.rate"),
@@ -83,8 +80,8 @@ REFUSED = [
         r"optim\._target_: expected petra\.training\.optim\.sgd as in .*000000004, which the run resumes from \(.*\), got .*adamw",
     ),
     (
-        "data.batch_size=4 resume_change=[data.batch_size]",
-        r"000000004: expected data with 4 microbatches in an epoch, as in the run so far \(init_from .*\), got 8",
+        "data.batch_size=4 resume_change=[data]",
+        r"04: expected data with 4 microbatches in an epoch, as in the run so far .*, got 8",
     ),
     ("k=4 resume_change=[k]", r"^k: expected 2 as in .*000000004, which the run resumes from \(init_from .*\), got 4"),
 ]

@@ -39,15 +39,9 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
         sweep.jobs(["model=glob(revnet*)"], Path("out"))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--processes", "0"], "--processes: expected an integer >= 1, got 0"),
-        (["--config-dir", "nowhere"], "--config-dir: expected a folder, got nowhere"),
-    ],
-)
-def test_options_that_are_refused(words: list[str], message: str) -> None:
-    assert refused(sweep.main, [*words, "k=1,2"]) == message
+def test_options_that_are_refused() -> None:
+    assert refused(sweep.main, ["--processes", "0", "k=1,2"]) == "--processes: expected an integer >= 1, got 0"
+    assert refused(sweep.main, ["--config-dir", "nowhere", "k=1,2"]) == "--config-dir: expected a folder, got nowhere"
 
 
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])

@@ -109,16 +109,8 @@ def test_a_value_of_another_type_and_one_out_of_range_get_the_same_text() -> Non
     [
         ("k: 1", True, "expected a run of format 2, got one of format 1; commit f6a0b0a2 is the last that reads it"),
         ("format: 3", True, "expected a run of format 2, got one of format 3"),
-        (
-            "format: 2\nmodel: {_target_: mine.net}",
-            False,
-            r"model\._target_: expected a function of petra, got mine\.net; --trust",
-        ),
-        (
-            "format: 2\nmodel: {norm: {_target_: os.system}}",
-            False,
-            r"model\.norm\._target_: expected a function of petra, got os\.",
-        ),
+        ("format: 2\nmodel: {_target_: mine.net}", False, r"model\._target_: expected a function of petra, got mine\.net; --trust"),
+        ("format: 2\nmodel: {norm: {_target_: os.system}}", False, r"model\.norm\._target_: expected a function of petra, got os"),
         ("format: 2\ndata: {_target_: petra.data.load.torch.load}", False, "expected a function or class of petra, got petra.data"),
     ],
 )
@@ -167,17 +159,11 @@ def test_an_own_model_and_data_set_from_the_command_line(folder: Path, capsys: p
     [
         (
             ["model._target_=none_such.build"],
-            r"model\._target_: none_such can't be imported \(ModuleNotFoundError: No module named 'none_",
+            r"model\._target_: none_such can't be imported \(ModuleNotFoundError: No module named",
         ),
         (["model._target_=mine.none"], "model._target_: expected a function of mine, got none"),
-        (
-            ["model._target_=mine.rows"],
-            "model._target_: expected a function that returns a petra.model.Model, got mine.rows",
-        ),
-        (
-            ["data._target_=mine.network"],
-            r"data._target_: expected a function that returns a petra\.data\..*Dataset, got mine.network",
-        ),
+        (["model._target_=mine.rows"], "model._target_: expected a function that returns a petra.model.Model, got mine.rows"),
+        (["data._target_=mine.network"], "data._target_: expected a function that returns a petra.data.*Dataset, got mine.network"),
         (["data.classes=4"], r"data\.classes: expected 3 for rows, got 4"),
         (["model.width=0.5"], r"model\.width: expected null for mine\.network, which has the options depth, got 0\.5"),
         (["model._target_=mine:network"], "model._target_: expected .* or module.function of your own, got mine:network"),
