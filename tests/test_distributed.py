@@ -48,24 +48,21 @@ def test_a_device_becomes_the_current_one_or_is_that_of_the_process_group(monkey
 @pytest.mark.parametrize(
     ("bound", "device", "text"),
     [
+        ((2,), "cuda:2", "device: expected a GPU from cuda:0 to cuda:1, got cuda:2"),
+        ((0,), "cuda", "device: expected cpu on a machine without GPUs, got cuda"),
         ("cuda:1", "cuda:0", "device: expected cuda:1, to which init_process_group bound this rank, got cuda:0"),
         (None, "cuda:0", "init_process_group: expected backend='cpu:gloo,cuda:nccl' with device_id=.*, got no device_id"),
         ("cuda:1", "cuda:5", "device: expected cuda:1"),
     ],
 )
-def test_another_device_than_that_of_the_process_group(
-    monkeypatch: pytest.MonkeyPatch, bound: str | None, device: str, text: str
-) -> None:
-    FakeGPUs(monkeypatch).bind(bound)
+def test_devices_that_are_refused(monkeypatch: pytest.MonkeyPatch, bound: str | tuple[int] | None, device: str, text: str) -> None:
+    """Another device than that of the process group, or without a group one that the machine with so many GPUs lacks."""
+    if isinstance(bound, tuple):
+        FakeGPUs(monkeypatch, *bound)
+    else:
+        FakeGPUs(monkeypatch).bind(bound)
     with pytest.raises(ConfigError, match=text):
         bind_device(device)
-
-
-def test_a_device_that_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for count, device, text in ((2, "cuda:2", "a GPU from cuda:0 to cuda:1"), (0, "cuda", "cpu on a machine without GPUs")):
-        FakeGPUs(monkeypatch, count)
-        with pytest.raises(ConfigError, match=f"device: expected {text}, got {device}"):
-            bind_device(device)
 
 
 def gives_up(rank: int, folder: Path) -> list[int]:

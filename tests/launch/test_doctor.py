@@ -53,19 +53,10 @@ def test_links_are_measured_one_by_one(tmp_path: Path) -> None:
     assert slow.forward.bandwidth < LARGE / 1.0 < min(link.bandwidth for link in (slow.backward, fast.forward, fast.backward))
 
 
-def report(
-    rank: int, node: str = "0 (a)", device: str = "cuda:0", versions: str = "2.13", problems: tuple[str, ...] = ()
-) -> Report:
-    return Report(rank, node, device, 2**30, 8, {"PyTorch": versions}, {}, problems)
-
-
 def test_differences_between_processes() -> None:
-    reports = [
-        report(0, problems=("broken",)),
-        report(1, "1 (b)"),
-        report(2, problems=("broken",)),
-        report(3, "1 (b)", "cpu", "2.11"),
-    ]
+    nodes, broken = ("0 (a)", "1 (b)") * 2, (("broken",), ()) * 2
+    devices, versions = ("cuda:0", "cuda:0", "cuda:0", "cpu"), ("2.13", "2.13", "2.13", "2.11")
+    reports = [Report(i, nodes[i], devices[i], 2**30, 8, {"PyTorch": versions[i]}, {}, broken[i]) for i in range(4)]
     assert find_differences(reports, replica_size=4) == [
         "node 0 (a): broken",
         "PyTorch: expected the same version on every rank, got 2.13 (rank 0), 2.11 (rank 3)",
@@ -127,7 +118,6 @@ def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert "NCCL_DEBUG=INFO" in out
 
 
-CPU = torch.device("cpu")
 TINY = {"model": "revnet18", "width": 0.125, "size": 8, "batch": 2, "method": "petra", "k": 1, "microbatches": 2}
 
 

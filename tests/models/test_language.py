@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 import torch
@@ -42,9 +42,6 @@ class Texts:
 
 def double(model: Model) -> Model:
     return Model(model.name, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in model.blocks))
-
-
-# --- formulas that share no code with the models ---
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -158,9 +155,6 @@ def test_mlps_equal_their_formulas() -> None:
     assert MLP(LayerOptions(100, heads=1, mlp="swiglu")).down.in_features == 320
 
 
-# --- layers of each coupling ---
-
-
 def test_midpoint_and_leapfrog_are_the_recurrences_of_their_paper() -> None:
     """x_(j+1) = x_(j-1) + 2h f(x_j), and x_(j+1) = 2 x_j - x_(j-1) + h^2 f(x_j)."""
     shape = {"classes": CLASSES, "dim": 8, "depth": 3, "heads": 2, "size": LENGTH}
@@ -186,9 +180,6 @@ def test_documents_in_one_row_do_not_see_each_other() -> None:
     together = chain(torch.cat([a, b])[None])
     torch.testing.assert_close(together[:5], chain(a[None]))
     torch.testing.assert_close(together[5:], chain(b[None]), rtol=1e-6, atol=1e-7)  # rotations at other positions
-
-
-# --- sizes and initial weights ---
 
 
 def test_parameters_and_flops_of_revgpt() -> None:
@@ -233,8 +224,6 @@ def test_initial_weights_are_gpt2s(model: Model, std: float) -> None:
             expected = std if name.startswith("stem") else 0.02 / 4 if ends_branch else 0.02
             assert p.std().item() == pytest.approx(expected, rel=0.05), name
 
-
-# --- training ---
 
 NETS = {
     "gpt2": revgpt(CLASSES, dim=8, depth=3, heads=2, size=LENGTH),
@@ -348,8 +337,8 @@ def test_inputs_that_the_stem_does_not_accept(name: str, shape: tuple[int, ...],
         NETS[name].profile(TensorSpec(shape, dtype))
 
 
-SIZE, CLASSES = 12, 9
-SHAPE = {"classes": CLASSES, "dim": 16, "depth": 2, "heads": 4, "size": SIZE}
+SIZE = 12
+SHAPE = {"classes": 9, "dim": 16, "depth": 2, "heads": 4, "size": SIZE}
 SHAPES = {"modern": {key: value for key, value in MODERN.items() if key != "positions"}, "gpt2": {}}
 FORMS = [(name, positions) for name in ("gpt", *COUPLINGS) for positions in POSITIONS]
 PROMPTS = [3, 0, 4, 1], [0, 3, 1, 0], [0, 0, 2], [2, 1, 0, 5, 0, 7, 3]
@@ -378,12 +367,6 @@ def test_text_longer_than_the_context_starts_again_from_its_last_half() -> None:
     assert found[SIZE + 1 : SIZE + 6] == again
 
 
-def frequencies(sampling: Sampling) -> torch.Tensor:
-    logits = torch.tensor([0.5, 0.1, 0.3, 0.1]).log()
-    generator = torch.Generator().manual_seed(0)
-    return torch.bincount(torch.tensor([sampling.draw(logits, generator) for _ in range(4000)]), minlength=4) / 4000
-
-
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [
@@ -398,7 +381,9 @@ def frequencies(sampling: Sampling) -> torch.Tensor:
     ],
 )
 def test_frequencies_of_samples(sampling: Sampling, expected: list[float]) -> None:
-    torch.testing.assert_close(frequencies(sampling), torch.tensor(expected, dtype=torch.float32), atol=0.03, rtol=0)
+    logits, generator = torch.tensor([0.5, 0.1, 0.3, 0.1]).log(), torch.Generator().manual_seed(0)
+    counts = torch.bincount(torch.tensor([sampling.draw(logits, generator) for _ in range(4000)]), minlength=4)
+    torch.testing.assert_close(counts / 4000, torch.tensor(expected, dtype=torch.float32), atol=0.03, rtol=0)
 
 
 def test_the_seed_decides_the_text_and_the_stop_token_ends_it() -> None:
@@ -407,25 +392,19 @@ def test_the_seed_decides_the_text_and_the_stop_token_ends_it() -> None:
     assert texts[0] == texts[1] != texts[2]
     stop = texts[0][7]
     assert list(generate(model, [5], Sampling(), 1, stop)) == texts[0][: texts[0].index(stop)]
+    for network, prompt, message in (
+        (model, [], "prompt: expected at least one token"),
+        (revvit().build(0), [1], "run: .* gpt or"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            next(generate(network, prompt, Sampling(), 0))
 
 
-def test_invalid_use() -> None:
-    with pytest.raises(ConfigError, match="prompt: expected at least one token"):
-        next(generate(revgpt(**SHAPE).build(0), [], Sampling(), 0))
-    with pytest.raises(ConfigError, match="run: expected a run of gpt or revgpt"):
-        next(generate(revvit().build(0), [1], Sampling(), 0))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_network_whose_logits_are_not_finite_is_refused(value: float) -> None:
-    """Such as one that has diverged. Without a check, the most probable token would be that of the value."""
-    for temperature in (0.0, 1.0):
+def test_extreme_logits_and_temperatures() -> None:
+    """Logits of a diverged network are refused. The lowest temperature takes the most probable token, the highest any token."""
+    for value, temperature in product((float("nan"), float("inf")), (0.0, 1.0)):
         with pytest.raises(ModelError, match=f"weights: expected those of a network with finite logits, got {value}"):
             Sampling(temperature).draw(torch.tensor([0.0, value, 1.0]), torch.Generator())
-
-
-def test_extreme_temperatures_draw_tokens() -> None:
-    """The smallest takes the most probable token, the largest draws all tokens equally often."""
     logits, generator = torch.tensor([3e38, 0.0, 2e38]), torch.Generator().manual_seed(0)
     assert {Sampling(1e-100).draw(logits, generator) for _ in range(20)} == {0}
     assert {Sampling(1e100).draw(logits, generator) for _ in range(50)} == {0, 1, 2}

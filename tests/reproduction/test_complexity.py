@@ -13,45 +13,40 @@ from reproduction.checkpointing import SCHEMES, measure, store_all
 from reproduction.complexity import VARIANTS
 from reproduction.complexity import measure as measure_stage
 
-FORMS = {  # Functions of J: stored graphs or inputs, versions of parameters, messages, work in forwards.
-    "backprop": ("graphs", lambda J: 1, lambda J: 1, (1, 1), 3),
-    "reversible": ("inputs", lambda J: 0, lambda J: 1, (2, 4), 4),
-    "delayed, graphs kept": ("graphs", lambda J: 2 * J - 1, lambda J: 2 * J, (1, 1), 3),
-    "dsp": ("inputs", lambda J: 2 * J - 1, lambda J: 1, (1, 1), 4),
-    "petra": ("inputs", lambda J: 0, lambda J: 1, (2, 4), 4),
+J = 3
+FORMS = {  # Stored graphs or inputs, versions of parameters, messages, work in forwards, for J stages.
+    "backprop": ("graphs", 1, 1, (1, 1), 3),
+    "reversible": ("inputs", 0, 1, (2, 4), 4),
+    "delayed, graphs kept": ("graphs", 2 * J - 1, 2 * J, (1, 1), 3),
+    "dsp": ("inputs", 2 * J - 1, 1, (1, 1), 4),
+    "petra": ("inputs", 0, 1, (2, 4), 4),
 }
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_stage_stores_sends_and_computes_what_its_method_implies(name: str) -> None:
-    stages = 3
     unit, stored, versions, messages, work = FORMS[name]
-    found = measure_stage(*VARIANTS[name], stages)
-    assert getattr(found, unit) == pytest.approx(stored(stages))
-    assert found.weights == pytest.approx(versions(stages))
+    found = measure_stage(*VARIANTS[name], J)
+    assert (getattr(found, unit), found.weights, found.flops) == pytest.approx((stored, versions, work * J))
     assert (found.forward, found.backward) == messages
-    assert found.flops == pytest.approx(work * stages)
 
 
-ACTIVATIONS = {
-    "naive": lambda n: n,
-    "checkpointing": lambda n: 2 * math.sqrt(n),
-    "recursive checkpointing": lambda n: math.log2(n),
-    "reversible": lambda n: 1,
+N = 16
+COSTS = {
+    "naive": (N, 3),
+    "checkpointing": (2 * math.sqrt(N), 4),
+    "recursive checkpointing": (math.log2(N), 3 + math.log2(N)),
+    "reversible": (1, 4),
 }
-FORWARDS = {"naive": lambda n: 3, "checkpointing": lambda n: 4, "recursive checkpointing": lambda n: 3 + math.log2(n)}
+"""Stored activations and work in forwards for N blocks."""
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_stored_activations_and_work_of_each_scheme(name: str) -> None:
-    length = 16
-    found = measure(SCHEMES[name], length)
-    assert found.activations == pytest.approx(ACTIVATIONS[name](length), abs=1)
-    assert found.forwards == FORWARDS.get(name, lambda n: 4)(length)
-
-
-@pytest.mark.parametrize("name", SCHEMES)
-def test_all_schemes_compute_the_same_gradient(name: str) -> None:
+def test_stored_activations_work_and_gradients_of_each_scheme(name: str) -> None:
+    found = measure(SCHEMES[name], N)
+    activations, forwards = COSTS[name]
+    assert found.activations == pytest.approx(activations, abs=1)
+    assert found.forwards == forwards
     torch.manual_seed(1)
     blocks = [Coupling(nn.Sequential(nn.Linear(3, 3), nn.Tanh())).double() for _ in range(7)]
     x = torch.randn(2, 5, 3, dtype=torch.float64)

@@ -47,8 +47,7 @@ PETRA_BATCH = 64
 """Images per microbatch of PETRA's runs; the peak rate is 0.1 · 64 k / 256 (PETRA, section 4.1)."""
 
 BASELINES = [f"petra/{data}" for data in paper.DATASETS]
-CIFAR, IMAGENET = 50_000, 1_281_167
-IMAGES = {"cifar10": CIFAR, "imagenet32": IMAGENET, "imagenet": IMAGENET}
+IMAGES = {"cifar10": 50_000, "imagenet32": 1_281_167, "imagenet": 1_281_167}
 
 
 @cache
