@@ -22,8 +22,8 @@ from petra.errors import CommunicationError
 from petra.plan import make_plan
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED
-from tests.engine.test_replicas import sgd, without_norms
-from tests.support.nets import RandomSource, make_pipeline
+from tests.engine.test_replicas import without_norms
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, sgd
 from tests.support.processes import run_processes
 
 BATCH, MICROBATCHES, LAST, LOST = 6, 9, 5, 1
@@ -57,16 +57,23 @@ class WithoutLost(RandomSource):
         return torch.cat(parts)
 
 
-def membership_of(rank: int, dp: int, processes: int, port: int) -> Membership:
+def joined(rank: int, dp: int, processes: int, port: int) -> Membership:
+    """Return the membership of a process, once all have joined."""
     replica, process = divmod(rank, processes)
     membership = Membership(replica, dp, Liveness("127.0.0.1", port, "run", f"replica {replica}", process, processes, 20))
     membership.join()
     return membership
 
 
+def leave_group() -> None:
+    """Close the connections, as the end of a process does."""
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def in_replicas(rank: int, dp: int, world: int, method: str, k: int, port: int) -> dict[str, Any]:
     """Train until the pipeline has drained without the lost replica, and conclude the generation."""
-    membership = membership_of(rank, dp, world // dp, port)
+    membership = joined(rank, dp, world // dp, port)
     plan = make_plan(without_norms(), RandomSource(batch=BATCH).spec, method=method, k=k, processes=world, dp=dp, metrics=0)
     recipe = Recipe(sgd, lambda t: 0.1, metrics={})
     pipeline = Pipeline.from_plan(plan, recipe, replicas=ElasticReplicas(plan.layout, torch.device("cpu"), membership))
@@ -75,18 +82,15 @@ def in_replicas(rank: int, dp: int, world: int, method: str, k: int, port: int) 
         result = pipeline.train(data, MICROBATCHES)
     except (Lost, CommunicationError) as error:
         membership.leave()
-        dist.destroy_process_group()  # closes the connections, as the end of a process does
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        leave_group()
         return {"error": type(error)}
     assert isinstance(pipeline.replicas, ElasticReplicas)
     found = {"weights": pipeline.state_dict(), "start": pipeline.replicas.start, "targets": result.targets, "loss": result.loss}
     with pytest.raises(MembershipChanged):
         membership.conclude("trained")
-    following = membership.store.get("generation").decode()
-    found["following"] = following
+    found["following"] = membership.store.get("generation").decode()
     dist.barrier(pipeline.replicas.pipeline_group)
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    leave_group()
     return found
 
 
@@ -102,7 +106,7 @@ def test_the_others_train_on_the_joint_batch_of_those_that_remain(world: int, dp
     replicas = [left[start : start + processes] for start in range(0, len(left), processes)]
     states = [{key: w for part in replica for key, w in part["weights"].items()} for replica in replicas]
     for state in states[1:]:
-        assert all(torch.equal(value, state[key]) for key, value in states[0].items())
+        assert_equal(state, states[0])
     assert all(part["start"] == 0 for part in left)
     assert left[0]["targets"] == MICROBATCHES * BATCH * (dp - 1) // dp
     assert all(part["loss"] == left[0]["loss"] for part in left)
@@ -112,8 +116,7 @@ def test_the_others_train_on_the_joint_batch_of_those_that_remain(world: int, dp
         spec = RandomSource(batch=BATCH).spec
         alone = make_pipeline(without_norms(), spec, method=method, k=k, optimizer=sgd, learning_rate=lambda t: 0.1, metrics={})
         alone.train(WithoutLost(dp, first), MICROBATCHES)
-        for key, value in alone.state_dict().items():
-            torch.testing.assert_close(states[0][key], value, rtol=1e-9, atol=1e-12, msg=key)
+        torch.testing.assert_close(states[0], alone.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 def test_shares_of_an_evaluation_are_dealt_to_the_replicas_that_remain() -> None:
@@ -154,17 +157,9 @@ REPLICAS, PROCESSES = 2, 2
 def members() -> Iterator[list[list[Membership]]]:
     """Yield the memberships of each process of each replica, in the same generation."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-
-    def join(rank: int) -> Membership:
-        replica, process = divmod(rank, PROCESSES)
-        liveness = Liveness("127.0.0.1", port, "run", f"replica {replica}", process, PROCESSES, 20)
-        membership = Membership(replica, REPLICAS, liveness)
-        membership.join()
-        return membership
-
-    with ThreadPoolExecutor(REPLICAS * PROCESSES) as threads:
-        found = list(threads.map(join, range(REPLICAS * PROCESSES)))
+    port, ranks = store.port, range(REPLICAS * PROCESSES)
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        found = list(threads.map(lambda rank: joined(rank, REPLICAS, PROCESSES, port), ranks))
     yield [found[:PROCESSES], found[PROCESSES:]]
     del store  # until here, it has served them
 

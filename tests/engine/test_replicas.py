@@ -19,7 +19,7 @@ from petra.models import revnet18
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED
 from petra.training import Checkpoints, newest, restore
-from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 
 
@@ -75,16 +75,8 @@ AGAIN = "petra, k = 3"
 
 def train(case: Case, dp: int) -> dict[str, Any]:
     """Train on a number of microbatches that k does not divide, evaluate, train again; return weights, results and metrics."""
-    pipeline = make_pipeline(
-        without_norms(),
-        case.stream.spec,
-        method=case.method,
-        k=case.k,
-        optimizer=sgd,
-        learning_rate=lambda t: 0.1,
-        rules=case.rules,
-        dp=dp,
-    )
+    settings = {"method": case.method, "k": case.k, "rules": case.rules, "dp": dp}
+    pipeline = make_pipeline(without_norms(), case.stream.spec, optimizer=sgd, learning_rate=lambda t: 0.1, **settings)
     results = [pipeline.train(case.stream, 8), pipeline.evaluate(case.stream, 4), pipeline.train(case.stream, 5)]
     metrics = pipeline.stage_metrics()
     return {"weights": pipeline.state_dict(), "results": results, "metrics": metrics, "transport": pipeline.plan.transport}
@@ -107,17 +99,15 @@ def test_replicas_train_as_one_pipeline_on_the_joint_batch(alone: dict[str, Any]
     for name, expected in alone.items():
         replicas = [parts[:2], parts[2:]]
         states = [{key: w for part in replica for key, w in part[name]["weights"].items()} for replica in replicas]
-        assert [*states[0]] == [*expected["weights"]]
-        for key, value in expected["weights"].items():
-            torch.testing.assert_close(states[0][key], value, rtol=1e-9, atol=1e-12, msg=f"{name}: {key}")
-            assert all(torch.equal(state[key], states[0][key]) for state in states), f"{name}: {key} differs between replicas"
+        torch.testing.assert_close(states[0], expected["weights"], rtol=1e-9, atol=1e-12)
+        assert_equal(states[1], states[0])
         for part in parts:
             for found, wanted in zip(part[name]["results"], expected["results"], strict=True):
                 assert (found.targets, found.loss) == pytest.approx((wanted.targets, wanted.loss), rel=1e-9, nan_ok=True)
                 assert found.metrics == pytest.approx(wanted.metrics, rel=1e-9)
             assert part[name]["metrics"] == pytest.approx(expected["metrics"], rel=1e-9), name
     for part in parts:
-        assert all(torch.equal(value, part[AGAIN]["weights"][key]) for key, value in part["again"]["weights"].items())
+        assert_equal(part["again"]["weights"], part[AGAIN]["weights"])
     assert {run["transport"] for run in parts[0].values()} == {"lockstep", "edge"}
     assert all(alone[name]["metrics"]["stage/6/skipped_updates"] == 1 for name in ("skipped", "loss scale"))
 
@@ -127,13 +117,8 @@ class Half(RandomSource):
 
     def __init__(self, whole: RandomSource, replica: int) -> None:
         super().__init__(batch=whole.batch // 2)
-        self.whole, self.replica = whole, replica
-
-    def inputs(self, m: int) -> Tensor:
-        return self.whole.inputs(m).chunk(2)[self.replica]
-
-    def targets(self, m: int) -> Tensor:
-        return self.whole.targets(m).chunk(2)[self.replica]
+        self.inputs = lambda m: whole.inputs(m).chunk(2)[replica]  # type: ignore[method-assign]
+        self.targets = lambda m: whole.targets(m).chunk(2)[replica]  # type: ignore[method-assign]
 
 
 class Doubled(RandomSource):
@@ -146,14 +131,11 @@ class Doubled(RandomSource):
         return super().targets(m)[: self.batch // 2].repeat(2)
 
 
-def plain(module: nn.Module, rate: float) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=rate)
-
-
 def step(stream: RandomSource, dp: int, *, rate: float, dropout: float = 0.0, microbatches: int = 1) -> dict[str, Tensor]:
-    pipeline = make_pipeline(
-        mixed_net(dropout=dropout), stream.spec, method="reversible", optimizer=partial(plain, rate=rate), dp=dp
-    )
+    def plain(module: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD(module.parameters(), lr=rate)
+
+    pipeline = make_pipeline(mixed_net(dropout=dropout), stream.spec, method="reversible", optimizer=plain, dp=dp)
     pipeline.train(stream, microbatches)
     return pipeline.state_dict()
 
@@ -163,24 +145,16 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
         "statistics": step(RandomSource(batch=8), 2, rate=0.0, microbatches=3),
         "masks": step(Doubled(batch=8), 2, rate=1.0, dropout=0.5),
     }
-    pipelines = []
-    for first, second in ((7, 6), (7, 0), (0, 6)):
-        pipeline = accumulating(dp=2)
-        if first:
-            pipeline.train(RandomSource(batch=8), first)
-        checkpoints = Checkpoints(folder / "two")
-        if second == 0:
-            checkpoints.save(pipeline, {})
-        elif first == 0:
-            restore(pipeline, newest(folder / "two"))
-        if second:
-            pipeline.train(RandomSource(batch=8), second)
-        pipelines.append(pipeline.state_dict())
-    found["uninterrupted"], _, found["resumed"] = pipelines
-    pipeline = accumulating(dp=2)
-    restore(pipeline, newest(folder / "one"))
-    pipeline.train(RandomSource(batch=8), 6)
-    found["from one"] = pipeline.state_dict()
+    stream, store = RandomSource(batch=8), Checkpoints(folder / "two")
+    whole, first = accumulating(dp=2), accumulating(dp=2)
+    whole.train(stream, 7)
+    whole.train(stream, 6)
+    first.train(stream, 7)
+    store.save(first, {})
+    store.wait()
+    for name in ("two", "one"):
+        found[name] = resumed(folder / name, dp=2)
+    found["uninterrupted"] = whole.state_dict()
     pipeline = make_pipeline(without_norms(), RandomSource(batch=8).spec, method="backprop", optimizer=sgd, dp=2)
     with pytest.raises(CommunicationError if rank == 0 else ZeroDivisionError) as lost:
         pipeline.train(Ending(batch=8) if rank else RandomSource(batch=8), 9)
@@ -199,6 +173,15 @@ def accumulating(dp: int) -> Pipeline:
     """Return a pipeline with k = 3: seven microbatches are two updates and a third of the next."""
     stream, rules = RandomSource(batch=8), UpdateRules(average=0.9)
     return make_pipeline(without_norms(), stream.spec, k=3, optimizer=sgd, learning_rate=lambda t: 0.1, rules=rules, dp=dp)
+
+
+def resumed(folder: Path, dp: int) -> dict[str, Tensor]:
+    """Return the weights six microbatches after the newest checkpoint."""
+    pipeline, path = accumulating(dp), newest(folder)
+    assert path is not None
+    restore(pipeline, path)
+    pipeline.train(RandomSource(batch=8), 6)
+    return pipeline.state_dict()
 
 
 Replicated = tuple[dict[str, Any], dict[str, Any], Path]
@@ -241,15 +224,13 @@ def test_each_replica_draws_its_own_random_numbers(replicated: Replicated) -> No
 def test_a_run_resumes_exactly_and_with_another_number_of_replicas(replicated: Replicated) -> None:
     """Resume between updates: the first replica takes the gradients that all replicas have accumulated."""
     *parts, folder = replicated
-    whole, from_two = accumulating(dp=1), accumulating(dp=1)
+    whole = accumulating(dp=1)
     whole.train(RandomSource(batch=8), 7)
     whole.train(RandomSource(batch=8), 6)
-    restore(from_two, newest(folder / "two"))  # type: ignore[arg-type]
-    from_two.train(RandomSource(batch=8), 6)
-    for key, value in whole.state_dict().items():
-        assert all(torch.equal(part["resumed"][key], parts[0]["uninterrupted"][key]) for part in parts)
-        for found in (from_two.state_dict()[key], parts[0]["from one"][key], parts[1]["from one"][key]):
-            torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-12, msg=key)
+    for part in parts:
+        assert_equal(part["two"], part["uninterrupted"])
+        torch.testing.assert_close(part["one"], whole.state_dict(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(resumed(folder / "two", dp=1), whole.state_dict(), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.processes
@@ -307,7 +288,5 @@ def test_replicas_with_synchronized_statistics_equal_one_process_on_the_joint_ba
     expected, losses = train_synchronized(0, 1)
     parts = run_processes(4, train_synchronized, tmp_path, 2)
     found = {key: value for state, _ in parts for key, value in state.items()}
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, rtol=1e-7, atol=1e-9, msg=key)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
     assert all(own == pytest.approx(losses, rel=1e-8) for _, own in parts)

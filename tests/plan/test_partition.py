@@ -7,12 +7,11 @@ from random import Random
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from petra import METHODS, ConfigError, TensorSpec
+from petra import METHODS, ConfigError
 from petra.cost_model.autotune import choose_delays
 from petra.cost_model.costs import StageCost
 from petra.cost_model.machines import Link
@@ -21,6 +20,8 @@ from petra.plan.layout import make_layout
 from petra.plan.partition import balanced_partition, best_partition
 from petra.plan.transport import choose_transport, simulated_transport
 from tests.support.nets import RandomSource, mixed_net
+
+IMAGES = RandomSource().spec
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -50,18 +51,13 @@ def smallest_first_ranges(items: int, parts: int, cost: Callable[[int, int, int]
     def solve(start: int, part: int) -> tuple[float, int]:
         if part == parts:
             return (0.0 if start == items else float("inf")), start
-        return min(
-            ((max(cost(start, end, part), solve(end, part + 1)[0]), end) for end in range(start + 1, items + 1)),
-            default=(float("inf"), start),
-        )
+        ends = range(start + 1, items + 1)
+        return min(((max(cost(start, end, part), solve(end, part + 1)[0]), end) for end in ends), default=(float("inf"), start))
 
-    if solve(0, 0)[0] == float("inf"):
-        return None
-    ranges, start = [], 0
+    ends = [0]
     for part in range(parts):
-        ranges.append(range(start, solve(start, part)[1]))
-        start = ranges[-1].stop
-    return ranges
+        ends.append(solve(ends[-1], part)[1])
+    return [range(a, b) for a, b in pairwise(ends)] if solve(0, 0)[0] < float("inf") else None
 
 
 @given(
@@ -89,13 +85,10 @@ def test_best_partition_against_all_partitions(costs: list[float], machines: lis
 
 
 def test_layout_is_contiguous_and_leaves_superfluous_processes_empty() -> None:
-    layout = make_layout(mixed_net(), RandomSource().spec, stages=[1, 2, 1, 2], processes=5)
+    layout = make_layout(mixed_net(), IMAGES, stages=[1, 2, 1, 2], processes=5)
     assert layout.stages == (range(0, 1), range(1, 3), range(3, 4), range(4, 6))
     assert layout.processes[4] == range(0)
     assert [j for stages in layout.processes for j in stages] == [0, 1, 2, 3]
-
-
-IMAGES = TensorSpec((4, 3, 8, 8), torch.float64)
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 4])

@@ -1,8 +1,8 @@
 """Rounds of the timetable against a plain search step by step, and the checker of deadlocks on orders that do deadlock."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import groupby, product
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise, product
 from random import Random
 
 import pytest
@@ -60,16 +60,11 @@ def searched(orders: Sequence[Sequence[tuple[Op, int]]], between: Sequence[int])
         now += 1
 
 
-def steps_of(made: Method, stages: int, k: int, microbatches: int, start: int = 0) -> list[Step]:
-    between = made.boundary_delays(stages - 1)[: stages - 1]
-    rounds = Timetable(made.delays(stages, k), between, start, start + microbatches, k if made.flush else None)
-    return [step for round_ in rounds for step in round_.steps()]
-
-
 def draw(delay: int, stages: int, microbatches: int) -> list[str]:
     rows: list[dict[int, str]] = [{} for _ in range(stages)]
-    for step in steps_of(method(delay), stages, 1, microbatches):
-        rows[step.stage][step.round] = f"{step.op}{step.microbatch}"
+    for round_ in Timetable(method(delay).delays(stages, 1), [delay] * (stages - 1), 0, microbatches):
+        for step in round_.steps():
+            rows[step.stage][step.round] = f"{step.op}{step.microbatch}"
     return [" ".join(row.get(i, "  ") for i in range(max(row) + 1)) for row in rows]
 
 
@@ -100,16 +95,15 @@ def test_delays_of_boundaries_and_fill() -> None:
 
 @pytest.mark.parametrize(("delay", "k", "flush"), [(0, 1, False), (4, 1, False), (6, 4, False), (5, 3, True), (2, 4, True)])
 def test_in_flight_and_staleness_match_the_order(delay: int, k: int, flush: bool) -> None:
-    order = list(training_order(delay, 0, 40 * k, k if flush else None))
-    count, most, updates, staleness, forward_at = 0, 0, 0, [], {}
-    for op, m in order:
-        count += 1 if op is F else -1
-        most = max(most, count)
+    stored, most, updates, staleness = dict[int, int](), 0, 0, []
+    for op, m in training_order(delay, 0, 40 * k, k if flush else None):
         if op is F:
-            forward_at[m] = updates
+            stored[m] = updates
+            most = max(most, len(stored))
             continue
         if 10 * k <= m < 30 * k:
-            staleness.append(updates - forward_at[m])
+            staleness.append(updates - stored[m])
+        del stored[m]
         updates += (m + 1) % k == 0
     assert in_flight(delay, k, flush) == most
     assert Method("x", delay, Keep.NOTHING, flush=flush).staleness(delay, k) == pytest.approx(sum(staleness) / len(staleness))
@@ -126,57 +120,38 @@ def random_case(seed: int) -> tuple[Method, int, int, int, int]:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_processes_with_blocking_messages_finish(seed: int) -> None:
-    """The checker on each stage's order, and an independent model of the edge transport between processes of several stages.
-
-    Sends wait while d + 1 messages are pending, receives wait for their message.
-    """
+    """Each stage in a process of its own, and several stages in a process, which runs them round by round."""
     made, stages, k, microbatches, start = random_case(seed)
-    between = made.boundary_delays(stages - 1)[: stages - 1]
-    check_training(made.delays(stages, k), between)
-    check_orders(orders(made, stages, k, microbatches, start), between)
-    processes = Random(seed).randint(1, stages)
-    bounds = sorted(Random(seed + 1).sample(range(1, stages), processes - 1)) if stages > 1 else []
-    owner = [sum(b <= j for b in bounds) for j in range(stages)]
-    programs: list[deque[tuple[str, Op, int, int]]] = [deque() for _ in range(processes)]
-    rounds = training_rounds(made.delays(stages, k), between, start, start + microbatches, k if made.flush else None)
-    for m, op, j in ((offset + step.microbatch, step.op, step.stage) for offset, round_ in rounds for step in round_):
-        source, target = (j - 1, j + 1) if op is F else (j + 1, j - 1)
-        if 0 <= source < stages and owner[source] != owner[j]:
-            programs[owner[j]].append(("receive", op, j, m))
-        if 0 <= target < stages and owner[target] != owner[j]:
-            programs[owner[j]].append(("send", op, target, m))
-    wires: dict[tuple[Op, int], deque[int]] = {(op, j): deque() for op, j in product(Op, range(stages))}
-    progress = True
-    while progress:
-        progress = False
-        for program in programs:
-            while program:
-                kind, op, j, m = program[0]
-                wire = wires[op, j]
-                if kind == "receive":
-                    if not wire:
-                        break
-                    assert wire.popleft() == m
-                elif len(wire) > between[j - 1 if op is F else j]:
-                    break
-                else:
-                    wire.append(m)
-                program.popleft()
-                progress = True
-    assert not any(programs), "the processes deadlock"
+    between, delays = made.boundary_delays(stages - 1)[: stages - 1], made.delays(stages, k)
+    check_training(delays, between)
+    check_orders(staged(orders(made, stages, k, microbatches, start)), between)
+    cuts = sorted(Random(seed).sample(range(1, stages), Random(seed).randint(1, stages) - 1))
+    rounds = training_rounds(delays, between, start, start + microbatches, k if made.flush else None)
+    steps = [(step.stage, step.op, offset + step.microbatch) for offset, round_ in rounds for step in round_]
+    owners = [range(a, b) for a, b in pairwise([0, *cuts, stages])]
+    check_orders([[step for step in steps if step[0] in owner] for owner in owners], between)
 
 
-def deadlocked(*rows: str) -> Sequence[Sequence[tuple[Op, int]]]:
-    return [[(Op(word[0]), int(word[1:])) for word in row.split()] for row in rows]
+def staged(orders: Iterable[Iterable[tuple[Op, int]]]) -> list[list[tuple[int, Op, int]]]:
+    return [[(stage, op, m) for op, m in order] for stage, order in enumerate(orders)]
 
 
-def test_check_finds_deadlocks() -> None:
-    with pytest.raises(ScheduleError, match="stage 1 waits to run B0, stage 2 waits to run F1"):
-        check_orders(deadlocked("F0 B0 F1 B1", "F0 F1 B0 B1"), [0])
-    with pytest.raises(ScheduleError, match="deadlocks: stage 3 waits to run F1"):
-        check_orders(deadlocked("F0 B0", "F0 B0", "F0 B0 F1 B1"), [0, 0])
-    with pytest.raises(ScheduleError, match="stage 2: backward of microbatch 0 comes before its forward"):
-        check_orders(deadlocked("F0 B0", "B0 F0"), [0])
+def deadlocked(*rows: str) -> list[list[tuple[int, Op, int]]]:
+    return staged([(Op(word[0]), int(word[1:])) for word in row.split()] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "between", "message"),
+    [
+        (("F0 B0 F1 B1", "F0 F1 B0 B1"), [0], "stage 1 waits to run B0, stage 2 waits to run F1"),
+        (("F0 B0", "F0 B0", "F0 B0 F1 B1"), [0, 0], "deadlocks: stage 3 waits to run F1"),
+        (("F0 B0", "B0 F0"), [0], "stage 2: backward of microbatch 0 comes before its forward"),
+        (("F0 F1 F2 B0 B1 B2", "F0 B0 F2 F1 B1 B2"), [0], "deadlocks"),
+    ],
+)
+def test_check_finds_deadlocks(rows: tuple[str, ...], between: list[int], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_orders(deadlocked(*rows), between)
 
 
 def test_check_limits_waiting_messages() -> None:
@@ -184,8 +159,6 @@ def test_check_limits_waiting_messages() -> None:
     ahead = deadlocked("F0 F1 F2 F3 B0 B1 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3")
     check_orders(ahead, [3])
     check_orders(ahead, [1])  # the second stage uses messages while the first sends more
-    with pytest.raises(ScheduleError, match="deadlocks"):
-        check_orders(deadlocked("F0 F1 F2 B0 B1 B2", "F0 B0 F2 F1 B1 B2"), [0])
 
 
 def test_accumulation_bounds_the_updates_between_forward_and_backward() -> None:
@@ -201,11 +174,11 @@ def test_accumulation_bounds_the_updates_between_forward_and_backward() -> None:
         Method("paci", 1, Keep.GRAPH, max_updates=0)
 
 
-def expected_rounds(steps: Iterator[Step]) -> Grouped:
+def expected_rounds(steps: Iterable[Step]) -> Grouped:
     return [sorted((s.stage, s.op, s.microbatch) for s in round_) for _, round_ in groupby(steps, lambda step: step.round)]
 
 
-def found_rounds(rounds: Iterator[tuple[int, list[Step]]]) -> Grouped:
+def found_rounds(rounds: Iterable[tuple[int, list[Step]]]) -> Grouped:
     return [sorted((s.stage, s.op, s.microbatch + offset) for s in round_) for offset, round_ in rounds]
 
 
@@ -221,7 +194,7 @@ def test_rounds_match_the_timetable_at_any_length(seed: int) -> None:
     for microbatches in (0, 1, 23, 97, 150):
         steps = list(searched(orders(made, stages, k, microbatches, start), between))
         found = rounds(microbatches)
-        assert found_rounds(iter(found)) == expected_rounds(iter(steps))
+        assert found_rounds(found) == expected_rounds(steps)
         numbers = [round_.round for round_ in Timetable(delays, between, start, start + microbatches, flush)]
         assert numbers == sorted({step.round for step in steps})
     assert found.repeats > 0, "the body is not repeated"
@@ -239,7 +212,7 @@ def test_rounds_match_the_timetable_at_any_length(seed: int) -> None:
 def test_evaluation(stages: int) -> None:
     for microbatches in (0, 1, 40):
         steps = searched([[(F, m) for m in range(microbatches)]] * stages, [2] * (stages - 1))
-        assert found_rounds(iter(evaluation_rounds([2] * (stages - 1), microbatches))) == expected_rounds(steps)
+        assert found_rounds(evaluation_rounds([2] * (stages - 1), microbatches)) == expected_rounds(steps)
 
 
 def test_rounds_of_the_steady_state_are_converted_once() -> None:
@@ -254,6 +227,6 @@ def test_delays_that_deadlock_are_refused() -> None:
     with pytest.raises(ScheduleError, match="delays of stages 1 and 2: expected a difference of 0 to 1, got 0 and 2"):
         check_training([0, 2], [1])
     with pytest.raises(ScheduleError, match="deadlocks"):
-        check_orders([training_order(delay, 0, 9) for delay in (0, 2)], [1])
+        check_orders(staged(training_order(delay, 0, 9) for delay in (0, 2)), [1])
     with pytest.raises(ScheduleError, match="deadlocks"):
         list(Timetable([0, 2], [1], 0, 9))

@@ -9,12 +9,8 @@ from torch import nn
 from petra import ConfigError, Pipeline, UpdateRules
 from petra.staleness.feedback import _Extrapolated
 from petra.training.state import load_state, state_of
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, mixed
 from tests.support.remedies import Remedy
-
-
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
 
 def adam(module: nn.Module) -> torch.optim.Adam:
@@ -26,7 +22,7 @@ def plain_sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def pipeline(**settings: object) -> Pipeline:
-    return make_pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, "seed": 3, **settings})  # type: ignore[arg-type]
+    return mixed(**{"seed": 3, **settings})
 
 
 @pytest.mark.parametrize(

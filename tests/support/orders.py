@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from petra import ScheduleError
 from petra.plan.timetable import Op
@@ -31,40 +31,50 @@ def training_order(delay: int, start: int, stop: int, flush_every: int | None = 
         start = end
 
 
-def check_orders(orders: Sequence[Iterable[tuple[Op, int]]], boundary_delays: Sequence[int]) -> None:
-    """Check that stages that run these orders never deadlock, whatever the timing.
+def check_orders(orders: Sequence[Sequence[tuple[int, Op, int]]], boundary_delays: Sequence[int]) -> None:
+    """Check that processes that run these orders never deadlock, whatever the timing.
 
-    Each stage runs its next step as soon as the message for it has arrived and the receiver of its own message has room. No step
-    takes a message or room from another stage, so if one sequence of steps reaches the end, all do.
+    A process receives what a step needs, runs it, and sends the result. It waits to receive until the message is there, and to send
+    until the receiver has room. No process takes a message or room from another one, so if one sequence of steps reaches the end,
+    all do.
 
     Args:
-        orders: Steps of each stage, in order.
-        boundary_delays: Delay d of each boundary, which has room for d + 1 messages in each direction.
+        orders: Steps of each process, in order: stage, operation and microbatch.
+        boundary_delays: Delay d of each boundary, which has room for d + 1 messages in each direction between processes.
 
     Raises:
         ScheduleError: If they deadlock, or if a backward comes before its forward. The message lists what each blocked stage waits
             for.
     """
-    left, last = [deque(order) for order in orders], len(orders) - 1
-    sent: dict[tuple[Op, int], deque[int]] = {(op, j): deque() for op in Op for j in range(-1, last + 2)}  # by receiver
-    stored: list[set[int]] = [set() for _ in orders]
-    ready = list(range(last + 1))
-    while ready:
-        j = ready.pop()
-        if not left[j]:
-            continue
-        op, m = left[j][0]
-        before, after = (j - 1, j + 1) if op is Op.FORWARD else (j + 1, j - 1)
-        if op is Op.BACKWARD and m not in stored[j]:
-            raise ScheduleError(f"stage {j + 1}: backward of microbatch {m} comes before its forward")
-        arrived = not 0 <= before <= last or (sent[op, j] and sent[op, j][0] == m)
-        if not arrived or (0 <= after <= last and len(sent[op, after]) > boundary_delays[min(j, after)]):
-            continue
-        left[j].popleft()
-        (stored[j].add if op is Op.FORWARD else stored[j].remove)(m)
-        if 0 <= before <= last:
-            sent[op, j].popleft()
-        sent[op, after].append(m)
-        ready += [i for i in (j - 1, j + 1, j) if 0 <= i <= last]
-    if blocked := [f"stage {j + 1} waits to run {order[0][0]}{order[0][1]}" for j, order in enumerate(left) if order]:
+    owner = {stage: process for process, order in enumerate(orders) for stage, _, _ in order}
+    programs: list[deque[tuple[bool, Op, int, int]]] = [deque() for _ in orders]  # whether it sends, operation, sender, microbatch
+    for process, order in enumerate(orders):
+        for i, (stage, op, m) in enumerate(order):
+            if op is Op.BACKWARD and (stage, Op.FORWARD, m) not in order[:i]:
+                raise ScheduleError(f"stage {stage + 1}: backward of microbatch {m} comes before its forward")
+            for sender in (stage - 1, stage) if op is Op.FORWARD else (stage + 1, stage):
+                receiver = sender + (1 if op is Op.FORWARD else -1)
+                if owner.get(sender, process) != owner.get(receiver, process):
+                    programs[process].append((sender == stage, op, sender, m))
+    messages = dict[tuple[Op, int], deque[int]]()
+    progress = True
+    while progress:
+        progress = False
+        for program in programs:
+            while program:
+                sends, op, sender, m = program[0]
+                waiting = messages.setdefault((op, sender), deque())
+                room = boundary_delays[sender if op is Op.FORWARD else sender - 1] + 1
+                if len(waiting) >= room if sends else not waiting or waiting[0] != m:
+                    break
+                if sends:
+                    waiting.append(m)
+                else:
+                    waiting.popleft()
+                program.popleft()
+                progress = True
+    if any(programs):
+        heads = [program[0] for program in programs if program]
+        stages = [sender if sends else sender + (1 if op is Op.FORWARD else -1) for sends, op, sender, _ in heads]
+        blocked = [f"stage {stage + 1} waits to run {op}{m}" for stage, (_, op, _, m) in zip(stages, heads, strict=True)]
         raise ScheduleError("the schedule deadlocks: " + ", ".join(blocked))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from petra.settings import Numerics
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from petra.training.weight_files import read_tensors
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, assert_equal, mixed
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
@@ -42,15 +41,11 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 
 def build(**settings: Any) -> Pipeline:
-    given = {"k": 5, "optimizer": sgd, "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings}
-    return make_pipeline(mixed_net(dropout=0.2), RandomSource().spec, **given)
+    return mixed(0.2, **{"k": 5, "optimizer": sgd, "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings})
 
 
 def weights(pipeline: Pipeline) -> dict[str, Tensor]:
     return {key: value.clone() for key, value in pipeline.state_dict().items()}
-
-
-assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("case", "background"), [*zip(CASES, cycle([True, False]), strict=False)])
@@ -66,10 +61,10 @@ def test_a_resumed_pipeline_is_equal_bit_for_bit(case: str, background: bool, tm
     assert path is not None
     assert restore(resumed, path) == {"note": case, "clock": 12, "score": None}
     resumed.train(data, 11)
-    assert_same(weights(resumed), weights(whole))
+    assert_equal(weights(resumed), weights(whole))
     assert resumed.stage_metrics() == whole.stage_metrics()
     with whole.averaged(), resumed.averaged():
-        assert_same(weights(resumed), weights(whole))
+        assert_equal(weights(resumed), weights(whole))
 
 
 def test_another_partition_loads_every_block(tmp_path: Path) -> None:
@@ -77,13 +72,13 @@ def test_another_partition_loads_every_block(tmp_path: Path) -> None:
     whole.train(RandomSource(), 12)
     Checkpoints(tmp_path).save(whole, {})
     restore(other, tmp_path / "000000012")
-    assert_same(weights(other), weights(whole))
-    assert_same(*([p.grad for _, block in pipeline.blocks() for p in block.parameters()] for pipeline in (other, whole)))
+    assert_equal(weights(other), weights(whole))
+    assert_equal(*([p.grad for _, block in pipeline.blocks() for p in block.parameters()] for pipeline in (other, whole)))
     momenta = [
         [w.update.optimizer.state[p] for w in pipeline.workers.values() for p in w.stage.module.parameters()]  # type: ignore[union-attr]
         for pipeline in (whole, other)
     ]
-    assert_same(*momenta)
+    assert_equal(*momenta)
     assert other.train(RandomSource(), 11).loss > 0
 
 
@@ -106,8 +101,8 @@ def test_another_number_of_processes_resumes_bit_for_bit(tmp_path: Path) -> None
     folder = tmp_path / "checkpoints"
     saved, resumed = (run_processes(n, train_in_processes, tmp_path / str(n), folder, n == 3) for n in (3, 2))
     expected = {k: v for part in saved for k, v in part.items()}
-    assert_same({k: v for part in resumed for k, v in part.items()}, expected)
-    assert_same(train_in_processes(0, folder, False), expected)
+    assert_equal({k: v for part in resumed for k, v in part.items()}, expected)
+    assert_equal(train_in_processes(0, folder, False), expected)
 
 
 def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
@@ -180,7 +175,7 @@ def test_metrics_and_epochs_resume_from_any_checkpoint(tmp_path: Path) -> None:
         resumed.resume(state)
         resumed.fit(2)
         assert rows(tmp_path) == expected
-        assert_same(weights(pipeline), weights(whole.pipeline))
+        assert_equal(weights(pipeline), weights(whole.pipeline))
 
 
 def test_a_run_asked_to_stop_stops_at_the_next_checkpoint(tmp_path: Path) -> None:

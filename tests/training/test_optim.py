@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import BlockSpec, ConfigError, Model
+from petra import ConfigError, Model
 from petra.training import Cosine, MultiStep, Polynomial, peak_rate
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import RandomSource, make_pipeline
@@ -40,12 +39,12 @@ def gradients(module: nn.Module, steps: int) -> list[list[Tensor]]:
 
 def stepped(module: nn.Module, *optimizers: torch.optim.Optimizer, rate: float = RATE, steps: int = 3) -> list[Tensor]:
     """Step with random gradients; return the parameters."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = rate
     for found in gradients(module, steps):
         for p, g in zip(module.parameters(), found, strict=True):
             p.grad = g
         for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
             optimizer.step()
     return [p.detach() for p in module.parameters()]
 
@@ -76,23 +75,19 @@ def test_a_step_that_the_device_skips_changes_nothing(name: str) -> None:
         torch.testing.assert_close(found, [p.detach() for p in expected], rtol=1e-12, atol=0)
 
 
-def test_muon_takes_projections_and_not_shared_embeddings() -> None:
+def test_muon_takes_projections_and_matrices_and_adamw_the_rest() -> None:
     table, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-    head.weight = table.weight
-    attention = nn.MultiheadAttention(4, 2, kdim=3, vdim=6, bias=False)
-    joint = nn.MultiheadAttention(4, 2, bias=False)
+    head.weight = table.weight  # a shared embedding is none
+    attention, joint = (nn.MultiheadAttention(4, 2, bias=False, **sizes) for sizes in ({"kdim": 3, "vdim": 6}, {}))
     muon = OPTIMIZERS["muon"](nn.ModuleList([table, head, attention, joint]))
     taken = [tuple(p.shape) for p in muon.param_groups[0]["params"]]
     assert sorted(taken) == [(4, 3), (4, 4), (4, 4), (4, 4), (4, 6), (12, 4)]
-
-
-def test_muon_takes_matrices_and_adamw_the_rest() -> None:
     module, expected = Words(), Words()
     matrices = [expected.square.weight, expected.wide.weight]
     rest = [p for p in expected.parameters() if all(p is not m for m in matrices)]
     groups = [{"params": [p for p in rest if p.dim() == d], "weight_decay": DECAY * (d > 1)} for d in (1, 2)]
-    muon = torch.optim.Muon(matrices, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    wanted = stepped(expected, muon, torch.optim.AdamW(groups, foreach=False))
+    reference = torch.optim.Muon(matrices, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    wanted = stepped(expected, reference, torch.optim.AdamW(groups, foreach=False))
     torch.testing.assert_close(stepped(module, OPTIMIZERS["muon"](module, weight_decay=DECAY)), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -121,15 +116,10 @@ def test_every_stage_follows_a_schedule_of_200_epochs_at_every_update(name: str)
         def step(self) -> None:  # type: ignore[override]
             seen.setdefault(id(self), []).append(self.param_groups[0]["lr"])
 
-    def first() -> nn.Module:
-        return nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
-
-    middle, head = (BlockSpec(name, partial(nn.Linear, 2, out)) for name, out in (("middle", 2), ("head", 5)))
-    model = Model("tiny", (BlockSpec("first", first), middle, head))
+    layers = {"first": nn.Sequential(nn.Flatten(), nn.Linear(12, 2)), "middle": nn.Linear(2, 2), "head": nn.Linear(2, 5)}
     data = RandomSource(batch=1, size=2, dtype=torch.float32)
-    pipeline = make_pipeline(
-        model, data.spec, method="petra", k=K, optimizer=lambda m: Spy(m.parameters(), lr=9.0), learning_rate=rate
-    )
+    settings = {"k": K, "optimizer": lambda m: Spy(m.parameters(), lr=9.0), "learning_rate": rate}
+    pipeline = make_pipeline(Model.of("tiny", layers), data.spec, method="petra", **settings)
     for microbatches in (300, 500):
         pipeline.train(data, microbatches)
     expected = [closed_form(name, t) for t in range(K, PER_EPOCH * EPOCHS + 1, K)]

@@ -9,9 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,15 +70,9 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
     dataset = load_dataset("synthetic", images=40, classes=4)
     train, test = TrainSource(dataset, 8, seed=0), EvalSource(dataset, 8)
     rate = MultiStep(peak=0.05, microbatches_per_epoch=train.batches_per_epoch, epochs=2, milestones=[1])
-    pipeline = make_pipeline(
-        resnet18(classes=4, width=1 / 16),
-        TensorSpec((8, 3, 32, 32), torch.float32),
-        method="backprop",
-        k=2,
-        stages=2,
-        optimizer=partial(sgd, weight_decay=1e-4),
-        learning_rate=rate,
-    )
+    settings = {"k": 2, "stages": 2, "optimizer": sgd, "learning_rate": rate}
+    model, spec = resnet18(classes=4, width=1 / 16), TensorSpec((8, 3, 32, 32), torch.float32)
+    pipeline = make_pipeline(model, spec, method="backprop", **settings)
     progress = Lines(2, train.batches_per_epoch, pipeline.recipe)
     progress.seconds = 0.0
     log = JsonLines(tmp_path / "metrics.jsonl")
@@ -128,30 +119,24 @@ with locked(Path(sys.argv[1])):
 """
 
 
-@contextmanager
-def owner(folder: Path) -> Iterator[subprocess.Popen[str]]:
-    """Hold the lock in another process, which has a child."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", HOLD, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "locked\n"
-            yield process
-        finally:
-            os.killpg(process.pid, signal.SIGKILL)
-
-
 @pytest.mark.processes
 def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
-    with owner(tmp_path) as first:
-        message = rf"run_dir: expected a folder that no other run uses now, got .*, in use by process {first.pid} on "
-        with pytest.raises(ConfigError, match=message + socket.gethostname()), locked(tmp_path):
-            pass
-        first.kill()
-        first.wait()
-        with locked(tmp_path) as held:
-            assert held
+    """The lock is held by another process, which has a child."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True) as first:
+        try:
+            assert first.stdout is not None
+            assert first.stdout.readline() == "locked\n"
+            message = rf"run_dir: expected a folder that no other run uses now, got .*, in use by process {first.pid} on "
+            with pytest.raises(ConfigError, match=message + socket.gethostname()), locked(tmp_path):
+                pass
+            first.kill()
+            first.wait()
+            with locked(tmp_path) as held:
+                assert held
+        finally:
+            os.killpg(first.pid, signal.SIGKILL)
 
 
 def test_a_file_system_without_locks_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from petra import ModelError
 from petra.plan.messages import Boundary
 from petra.specs import TensorSpec
 from petra.transport import Packing, connect, edge, local_boundary
+from tests.support.nets import assert_equal
 
 CPU = torch.device("cpu")
 
@@ -26,11 +27,8 @@ def test_messages_survive_packing(channels_last: bool) -> None:
     assert buffer.dtype == torch.uint8
     assert buffer.shape == packing.buffer().shape
     received = packing.unpack(buffer)
-    for part, sent in zip(received, message, strict=True):
-        for a, b in zip(part, sent, strict=True):
-            assert torch.equal(a, b)
-            assert a.dtype == b.dtype
-            assert a.data_ptr() % 64 == buffer.data_ptr() % 64
+    assert_equal(received, message)
+    assert all(t.data_ptr() % 64 == buffer.data_ptr() % 64 for part in received for t in part)
     expected = torch.channels_last if channels_last else torch.contiguous_format
     assert received[0][1].is_contiguous(memory_format=expected)
 
@@ -67,10 +65,8 @@ def test_smaller_types_on_the_wire_round_alike_in_and_between_processes(channels
     received = packing.unpack(packing.pack(message))
     upstream, downstream = local_boundary(spec, spec)
     upstream.send(0, message)
-    for a, b, sent in zip(received[0], downstream.receive(0)[0], images, strict=True):
-        assert torch.equal(a, sent.bfloat16().float())
-        assert torch.equal(a, b)
-        assert a.dtype == b.dtype == torch.float32
+    assert_equal(received[0], tuple(images.bfloat16().float()))
+    assert_equal(downstream.receive(0)[0], received[0])
     assert torch.equal(received[1][0], report)
     assert "float32[2, 3, 5, 4] as bfloat16" in str(image)
 
