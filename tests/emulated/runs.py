@@ -102,7 +102,7 @@ class Outcome:
     """What a run ends with.
 
     Attributes:
-        weights: Parameters and buffers of this process, on the CPU.
+        weights: Parameters and buffers of this process.
         losses: Losses of training, evaluation and a second training.
     """
 
@@ -112,13 +112,20 @@ class Outcome:
     def difference(self, other: Outcome) -> float:
         """Return the largest difference of weights, relative to the largest value of each tensor."""
         assert self.weights.keys() == other.weights.keys()
-        pairs = [(t.double(), other.weights[key].double()) for key, t in self.weights.items()]
-        return max(float((a - b).abs().max() / (b.abs().max() + 1e-12)) for a, b in pairs)
+        pairs = [(t.cpu().double(), other.weights[key].cpu().double()) for key, t in self.weights.items()]
+        return float(torch.stack([(a - b).abs().max() / (b.abs().max() + 1e-12) for a, b in pairs]).max())  # of NaN, NaN
 
 
-def host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies of tensors on the CPU."""
-    return {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
+def joined(outcomes: list[Outcome]) -> Outcome:
+    """Return the weights of all ranks of a replica."""
+    weights = {key: value for outcome in outcomes for key, value in outcome.weights.items()}
+    return Outcome(weights, outcomes[0].losses)
+
+
+def same(first: Pipeline, second: Pipeline) -> bool:
+    """Return whether two pipelines have the same weights, bit for bit."""
+    weights = second.state_dict()
+    return all(torch.equal(value.cpu(), weights[key].cpu()) for key, value in first.state_dict().items())
 
 
 def train(case: Case, device: str | torch.device) -> Outcome:
@@ -127,7 +134,7 @@ def train(case: Case, device: str | torch.device) -> Outcome:
     source = case.source()
     results = [pipeline.train(source, case.microbatches), pipeline.evaluate(source, 2), pipeline.train(source, 3)]
     pipeline.stage_metrics()
-    return Outcome(host(pipeline.state_dict()), [result.loss for result in results])
+    return Outcome(pipeline.state_dict(), [result.loss for result in results])
 
 
 def train_rank(rank: int, case: Case) -> Outcome:

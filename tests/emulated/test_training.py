@@ -13,7 +13,7 @@ from petra import METHODS, UpdateRules
 from tests.emulated import runs
 from tests.emulated.device import Options
 from tests.emulated.processes import core, run
-from tests.emulated.runs import Case, Outcome
+from tests.emulated.runs import Case, joined
 from tests.support.remedies import Remedy
 
 DELAYED = Options(seed=5, delay_rate=0.05)
@@ -56,12 +56,6 @@ ACCURACY = {**dict.fromkeys(SETTINGS, 1e-7), "revgpt": 5e-6, "revvit": 5e-6}
 def test_runs_in_one_process(name: str) -> None:
     case = of_method(name) if name in METHODS else Case(**SETTINGS[name])
     assert run(runs.compare, case, options=DELAYED)[0] <= ACCURACY.get(name, 0)
-
-
-def joined(outcomes: list[Outcome]) -> Outcome:
-    """Return the weights of all ranks of the first replica."""
-    weights = {key: value for outcome in outcomes for key, value in outcome.weights.items()}
-    return Outcome(weights, outcomes[0].losses)
 
 
 PROCESSES = [
