@@ -44,7 +44,7 @@ ROOMS = {
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_200, 1_225),
     ("launch/config",): Budget(810, 400),
-    ("launch/run",): Budget(1_930, 1_600),
+    ("launch/run",): Budget(1_920, 1_600),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),

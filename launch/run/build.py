@@ -187,10 +187,16 @@ def check(config: Config, process: Process) -> None:
     require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
     fits = trainer.memory_limit is None or trainer.stages == AUTO
     require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto", trainer.memory_limit)
-    fits = not (config.method.options.get("fill") and config.method.delay == AUTO)
-    require(fits, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
-    if config.cluster.elastic:
-        _check_elastic(config, process)
+    fixed = not config.method.options.get("fill") or config.method.delay != AUTO
+    require(fixed, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
+    if config.cluster.elastic:  # the run can lose replicas
+        require(config.dp > 1, "cluster.elastic", "false without replicas (dp > 1)", "true")
+        require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
+        require(config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true")
+        require(process.device(trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
+        require(trainer.streams != "exact", "trainer.streams", "float32 or bf16 with cluster.elastic=true", "exact")
+        automatic = AUTO in (trainer.stages, config.method.delay)
+        require(not automatic, "cluster.elastic", "false with automatic settings", "true")
     selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
     require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", trainer.bootstrap)
     optimizer, rules = config.optim.options, config.optim.rules
@@ -198,18 +204,6 @@ def check(config: Config, process: Process) -> None:
     require(momentum, "optim.nesterov", "false with optim.momentum=0", True)
     scaled = rules["loss_scale"] is None or trainer.precision == "fp16"
     require(scaled, "optim.loss_scale", f"null with trainer.precision={trainer.precision}", rules["loss_scale"])
-
-
-def _check_elastic(config: Config, process: Process) -> None:
-    """Check that a run can lose replicas."""
-    require(config.dp > 1, "cluster.elastic", "false without replicas (dp > 1)", "true")
-    require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
-    located = config.run_dir is not None and config.resume == AUTO
-    require(located, "cluster.elastic", "false without run_dir and resume=auto", "true")
-    require(process.device(config.trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
-    require(config.trainer.streams != "exact", "trainer.streams", "float32 or bf16 with cluster.elastic=true", "exact")
-    automatic = AUTO in (config.trainer.stages, config.method.delay)
-    require(not automatic, "cluster.elastic", "false with automatic settings", "true")
 
 
 def type_of(precision: str) -> torch.dtype | None:

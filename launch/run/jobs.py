@@ -11,14 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from petra.errors import invalid
+from petra.errors import require
 
 from .. import own_module
 from ..config.compose import compose_overrides
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from ..runtime.reporting import CANCELLED, STOPPED
-from .folder import as_data, differences
+from .folder import RunFolder, as_data, differences
 
 RESUME = f"resume={AUTO}"
 
@@ -50,16 +50,12 @@ class Job:
         Raises:
             ConfigError: If the folder has a finished run with another configuration.
         """
-        from .folder import RunFolder
-
         run = RunFolder(self.folder)
         if not (content := run.summary()):
             return None
-        differing = [
-            key for key in differences(run.config(), as_data(self.config)) if key not in ("run_dir", "resume", "resume_change")
-        ]
-        if differing:
-            raise invalid("--out", "a new folder", f"{self.folder}, a finished run with another {', '.join(differing)}")
+        differing = sorted(differences(run.config(), as_data(self.config)).keys() - {"run_dir", "resume", "resume_change"})
+        got = f"{self.folder}, a finished run with another {', '.join(differing)}"
+        require(not differing, "--out", "a new folder", got)
         return content
 
     def command(self) -> list[str]:

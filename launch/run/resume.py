@@ -123,10 +123,8 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
         source = start.path if start.state is None else "the last generation of replicas"
         expected = f"data with {before} microbatches in an epoch, as in the run so far (init_from starts from its weights)"
         require(epoch == before, str(source), expected, epoch)
-        expected = (
-            f"an integer >= {math.ceil(done / epoch)}, because the run resumes from {source}, after microbatch {done} with {epoch} "
-            "microbatches in an epoch"
-        )
+        reason = f"the run resumes from {source}, after microbatch {done} with {epoch} microbatches in an epoch"
+        expected = f"an integer >= {math.ceil(done / epoch)}, because {reason}"
         require(done <= config.trainer.epochs * epoch, "trainer.epochs", expected, config.trainer.epochs)
         changes = (f"{key} is {now} from here on, was {before}" for key, (before, now) in start.changes.items())
         return [f"resuming from {source}, after microbatch {done}", *changes]
