@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from petra.data.tokenizer import DELIMITER, VOCABULARY, fingerprint, load_vocabulary
+from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, require
 from petra.models.generation import Sampling, generate
 from petra.pipeline import Pipeline
@@ -36,13 +37,15 @@ class TextSample:
         tokens: Length of the text.
 
     Raises:
-        PetraError: If the vocabulary can't be read.
+        PetraError: If the vocabulary can't be read. Raised in every process.
     """
 
     def __init__(self, pipeline: Pipeline, config: Config, tokens: int) -> None:
         self._pipeline, self._tokens, self._seed = pipeline, tokens, config.seed
-        encode, self._decode, self._stop = vocabulary(config, None)
-        self._start = encode("") or encode("\n")
+        with raise_on_all_ranks():
+            if pipeline.rank == 0:  # other machines may lack the files of the data set
+                encode, self._decode, self._stop = vocabulary(config, None)
+                self._start = encode("") or encode("\n")
 
     def __call__(self) -> dict[str, str]:
         """Return the text as an entry of an epoch's row in the process of the first stage, and nothing in the others."""

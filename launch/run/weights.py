@@ -15,7 +15,7 @@ from torch import nn
 from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, ModelError, invalid, require
 from petra.inplace_abn import ConfusionMatrix
-from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
+from petra.inplace_abn.segmentation import class_names
 from petra.pipeline import Pipeline
 from petra.training import FORMATS, best_of, facts_in, facts_of, limited, load, load_into, means, network, newest
 from petra.training.checkpoint import FACTS, checkpoints, verify
@@ -204,6 +204,6 @@ def _evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
     numbers = {"weights": str(weights.path), setup.unit: result.targets, **means(result, setup.unit, test.bytes_per_target)}
     if "miou" in result.counts:
         values = ConfusionMatrix(data.classes).per_class(result.counts["miou"])
-        names = CITYSCAPES_CLASSES if data.name == "cityscapes" else range(len(values))
-        numbers["iou"] = {str(name): None if isnan(iou) else iou for name, iou in zip(names, values, strict=True)}
+        names = class_names(data.name, len(values))
+        numbers["iou"] = {name: None if isnan(iou) else iou for name, iou in zip(names, values, strict=True)}
     return numbers

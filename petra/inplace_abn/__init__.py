@@ -14,17 +14,17 @@ from petra.inplace_abn.deeplab import deeplabv3
 from petra.inplace_abn.layer import InPlaceABN, norm_act
 from petra.inplace_abn.losses import bootstrapped_cross_entropy
 from petra.inplace_abn.resnext import resnext101, resnext152
-from petra.inplace_abn.segmentation import cityscapes, cocostuff, segmentation, vistas
+from petra.inplace_abn.segmentation import camvid, cityscapes, cocostuff, segmentation, vistas
 from petra.inplace_abn.wide_resnet import wide_resnet38
 from petra.models import MODELS
 from petra.models.layers import NORMS, Norm
 
-PIXEL_DATASETS = ("segmentation", "cityscapes", "vistas", "cocostuff")
+PIXEL_DATASETS = ("segmentation", "camvid", "cityscapes", "vistas", "cocostuff")
 """Names of the data sets that have a class for each pixel."""
 PIXEL_MODELS = ("deeplabv3",)
 """Names of the models that classify each pixel of an image."""
 
-DATASETS.update({load.__name__: load for load in (segmentation, cityscapes, vistas, cocostuff)})
+DATASETS.update({load.__name__: load for load in (segmentation, camvid, cityscapes, vistas, cocostuff)})
 DECODED.update(PIXEL_DATASETS)
 MODELS.update({build.__name__: build for build in (resnext101, resnext152, wide_resnet38, deeplabv3)})
 NORMS["inplace_abn"] = Norm(("leaky_relu",), norm_act)
@@ -38,6 +38,7 @@ __all__ = [
     "ConfusionMatrix",
     "InPlaceABN",
     "bootstrapped_cross_entropy",
+    "camvid",
     "cityscapes",
     "cocostuff",
     "deeplabv3",

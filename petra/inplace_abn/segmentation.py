@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
+
+import yaml
 
 from petra.data.dataset import Dataset, Part, Split
 from petra.data.files import folder_of, listed
@@ -39,10 +43,19 @@ CITYSCAPES_CLASSES = {
     **{"motorcycle": 32, "bicycle": 33},
 }
 """Value in a file of ``labelIds`` of each class that is evaluated. The other values from 0 to 33 are ignored."""
+CAMVID_CLASSES = 11
 VISTAS_CLASSES = 65
 """Number of classes; the value 65 is ignored."""
 COCO_THINGS, COCO_STUFF = 91, 91
 """Numbers of values of things, which are ignored, and of stuff, which follow. 255 is ignored too."""
+
+
+def class_names(data: str, classes: int) -> tuple[str, ...]:
+    """Return the names of the classes of a data set, in the order of their numbers. Where none are known, they are the numbers."""
+    if data == "cityscapes":
+        return tuple(CITYSCAPES_CLASSES)
+    known = yaml.safe_load(files("petra.inplace_abn").joinpath("class_names.yaml").read_text(encoding="utf-8"))
+    return tuple(known.get(data) or map(str, range(classes)))
 
 
 def segmentation(
@@ -116,6 +129,21 @@ def cityscapes(
     values = LabelValues.of(known, range(34), "from 0 to 33 (labelIds)")
     splits, size_ = ("train", split), (size, height or size)
     return _dataset("cityscapes", pairs, splits, values, len(CITYSCAPES_CLASSES), size_, sampling, CITYSCAPES_HELP)
+
+
+def camvid(
+    root: str | Path | None = None, size: int = 320, height: int | None = None, sampling: str = "shuffle", split: Part = "val"
+) -> Dataset:
+    """Return CamVid as SegNet uses it (Badrinarayanan et al. 2017): 367 training images of 480x360 pixels, 101 in val, 233 in test.
+
+    Args:
+        root: Folder with ``images`` and ``labels``, whose values are 0 to 10, and 11 for pixels to ignore.
+        size, height, sampling, split: As for :func:`segmentation`.
+
+    Raises:
+        ConfigError, DataError: As for :func:`segmentation`.
+    """
+    return replace(segmentation(root, CAMVID_CLASSES, size, height, CAMVID_CLASSES, sampling, split), name="camvid")
 
 
 def vistas(root: str | Path | None = None, size: int = 776, height: int | None = None, sampling: str = "shuffle") -> Dataset:

@@ -20,7 +20,7 @@ from petra.errors import ConfigError, DataError
 from petra.inplace_abn.class_uniform import ClassUniform
 from petra.inplace_abn.crops import random_window, scaled
 from petra.inplace_abn.label_maps import SampleIndex
-from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
+from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES, class_names
 from petra.specs import IGNORED
 
 CLASSES = 4
@@ -265,3 +265,21 @@ def test_cocostuff_has_the_91_classes_of_stuff(tmp_path: Path) -> None:
     data = load_dataset("cocostuff", root=tmp_path, size=184, height=8)
     assert (data.classes, data.train.count) == (91, 1)
     assert all_targets(data)[0, 0, :183].tolist() == [IGNORED] * 91 + [*range(91)] + [IGNORED]
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ("camvid", {0: "Sky", 3: "Road", 10: "Bicyclist"}),
+        ("cityscapes", {0: "road", 18: "bicycle"}),
+        ("vistas", {0: "Bird", 13: "Road", 64: "Ego Vehicle"}),
+        ("cocostuff", {0: "banner", 65: "sky-other", 90: "wood"}),
+        ("segmentation", {0: "0", 2: "2"}),
+    ],
+)
+def test_each_class_has_a_name(data: str, named: dict[int, str]) -> None:
+    """Names and numbers are those of the publishers (petra/inplace_abn/class_names.yaml)."""
+    classes = {"camvid": 11, "cityscapes": 19, "vistas": 65, "cocostuff": 91, "segmentation": 3}[data]
+    names = class_names(data, classes)
+    assert len({*names}) == len(names) == classes
+    assert {number: names[number] for number in named} == named

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from contextlib import redirect_stdout
@@ -21,6 +22,7 @@ from petra.errors import PetraError
 from petra.models import revgpt
 from petra.training import load
 from tests.support.commands import refused, train
+from tests.support.forked import Forked
 
 pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
 
@@ -76,6 +78,23 @@ def test_the_sample_after_an_epoch_is_the_text_that_generate_writes(trained: Pat
     assert row["sample"] + "\n" == capsys.readouterr().out
     assert f"  sample: {json.dumps(row['sample'], ensure_ascii=False)}\n" in (trained / "output.txt").read_text()
     assert f'<pre class="wrapped">{escape(row["sample"])}</pre>' in (trained / "run" / "report.html").read_text()
+
+
+def in_a_folder_of_its_own(rank: int) -> None:
+    os.makedirs(f"machine{rank}", exist_ok=True)
+    os.chdir(f"machine{rank}")
+
+
+@pytest.mark.processes
+def test_only_the_first_process_needs_the_vocabulary_for_a_sample(trained: Path, tmp_path: Path) -> None:
+    """The three processes write the text of the run in one process."""
+    shutil.copytree(trained / "tokens", tmp_path / "machine0" / "tokens")
+    words = [*RUN, "trainer.stages=3", "data.root=tokens", f"run_dir={tmp_path}/run"]
+    with Forked(tmp_path, words, 3, prepare=in_a_folder_of_its_own) as run:
+        run.finish()
+    train(*RUN, "trainer.stages=3", f"data.root={trained}/tokens", f"run_dir={tmp_path}/one")
+    (one,), (three,) = (RunFolder(tmp_path / name).rows() for name in ("one", "run"))
+    assert one["sample"] == three["sample"] != ""
 
 
 @pytest.mark.parametrize(
