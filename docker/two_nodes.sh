@@ -54,8 +54,8 @@ for node in 0 1; do
     container=$(buildah from localhost/petra)
     containers+=("$container")
     ip netns exec "petra$node" buildah run --isolation chroot --volume "$runs:/workspace/runs" \
-        --env NNODES=2 --env NODE_RANK="$node" --env NPROC_PER_NODE=2 --env MASTER_ADDR=10.99.0.1 \
-        "$container" -- "${entrypoint[@]}" --module "$module" "cluster.interfaces=[eth0]" "$@" 2>&1 | sed -u "s/^/node$node: /" &
+        --env NNODES=2 --env NODE_RANK="$node" --env NPROC_PER_NODE=2 --env MASTER_ADDR=10.99.0.1 --env GLOO_SOCKET_IFNAME=eth0 \
+        "$container" -- "${entrypoint[@]}" --module "$module" "$@" 2>&1 | sed -u "s/^/node$node: /" &
 done
 wait -n
 wait -n
