@@ -124,14 +124,13 @@ class Names(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         for node in _statements(self.module):
-            if isinstance(node, ast.ImportFrom) and node.module and name in (alias.name for alias in node.names):
-                if node.module.partition(".")[0] in sys.stdlib_module_names:
-                    return getattr(import_module(node.module), name)
-                return Names(node.module)[name]
-            constant = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
-            if constant or (isinstance(node, ast.ClassDef) and node.name == name and "StrEnum" in map(ast.unparse, node.bases)):
-                exec(ast.unparse(node), {}, self)
-                return self[name]
+            match node:
+                case ast.ImportFrom(module=str(module), names=names) if name in (alias.name for alias in names):
+                    standard = module.partition(".")[0] in sys.stdlib_module_names
+                    return getattr(import_module(module), name) if standard else Names(module)[name]
+                case ast.Assign(targets=[ast.Name(found)]) | ast.ClassDef(name=found, bases=[ast.Name("StrEnum")]) if found == name:
+                    exec(ast.unparse(node), {}, self)
+                    return self[name]
         raise KeyError(name)
 
     def hint(self, annotation: Any) -> Any:
