@@ -10,7 +10,7 @@ from torch._subclasses import fake_tensor
 
 from petra import Model, Pipeline, TensorSpec, UpdateRules
 from petra.cost_model import stage_memory
-from petra.cost_model.memory import WORKSPACE, PredictedMemory, predict_memory
+from petra.cost_model.memory import WORKSPACE, PredictedMemory, predict_memory, stored_activations
 from petra.cost_model.stage_memory import LiveBytes
 from petra.diagnostics.activation_memory import BLOCK, rounded
 from petra.engine.recipe import Recipe
@@ -116,6 +116,16 @@ def test_equal_stages_are_equal(method: str) -> None:
     assert len({(stage.weights, stage.temporary) for stage in found[2:6]}) == 1
     assert [memory.workspace for memory in found] == [WORKSPACE] * 8
     assert delays[0] == (14 if method == "petra" else 7)
+
+
+def test_outputs_wait_at_the_last_stage_of_gpipe() -> None:
+    """It forwards k microbatches before its first backward. Each one leaves its graph, the output's gradient and a report."""
+    model, inputs, targets = transformer(2)
+    plans = {k: make_plan(model, inputs, method="gpipe", k=k, processes=3, device_type="cuda") for k in (2, 4)}
+    two, four = (predict_memory(plan, Recipe(OPTIMIZERS["sgd"], lambda m: 0.1), targets)[-1].stored for plan in plans.values())
+    graph, rest = divmod(stored_activations(plans[4])[-1], 4)
+    assert rest == 0
+    assert four - two == 2 * (graph + 8 * 32 * 64 * 4 + BLOCK)
 
 
 def test_equal_stages_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
