@@ -30,7 +30,7 @@ from petra import (
 )
 from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
 from petra.training.optim import OPTIMIZERS
-from tests.support.nets import make_pipeline, sgd, train_plainly
+from tests.support.nets import assert_equal, make_pipeline, sgd, train_plainly
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
@@ -229,7 +229,7 @@ def _replica(rank: int) -> dict[str, Tensor]:
 def test_replicas_agree_on_parameters_without_gradient(tmp_path: Any) -> None:
     """The first samples of the replicas' shares decide whether they use ``sometimes``."""
     first, second = run_processes(2, _replica, tmp_path)
-    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert_equal(first, second)
     assert torch.equal(first["b0.unused"], torch.ones(5, 5).double())
     assert not torch.equal(first["b0.sometimes"], torch.ones(6, 6).double())
 
@@ -270,7 +270,7 @@ def test_a_source_may_refill_its_buffer(keep: Keep) -> None:
         pipeline = chain(linear(), linear(), linear(6, 3), method=Method("mine", 2, keep))
         pipeline.train(source, 6)
         results.append(pipeline.state_dict())
-    assert all(torch.equal(value, results[1][key]) for key, value in results[0].items())
+    assert_equal(*results)
 
 
 def test_soft_targets_need_metrics_of_their_own() -> None:
@@ -408,28 +408,25 @@ def test_a_block_without_gradient_in_the_middle_equals_plain_pytorch() -> None:
 
 def test_a_builder_that_returns_an_existing_module_is_refused_and_leaves_it_alone() -> None:
     module = linear(6, 3)
-    model = Model("mine", (BlockSpec("b", lambda: module),))
     with pytest.raises(ModelError, match=r"block b: expected a function that builds a new module .*Model\.of takes existing"):
-        make_pipeline(model, FLAT, optimizer=sgd)
+        make_pipeline(Model("mine", (BlockSpec("b", lambda: module),)), FLAT, optimizer=sgd)
     assert not module.weight.is_meta
 
 
 @pytest.mark.parametrize("settings", [{"method": "pipedream_2bw", "k": 8}, {"remedy": Remedy(prediction="difference")}])
 def test_loaded_weights_replace_older_and_predicted_ones(settings: dict[str, Any]) -> None:
-    def made() -> Pipeline:
-        return chain(linear(), linear(), linear(6, 3), **({"method": "delayed", "optimizer": partial(sgd, lr=0.05)} | settings))
-
-    torch.manual_seed(0)
-    trained = made()
-    torch.manual_seed(0)
-    new = made()
+    pipelines = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        pipelines.append(chain(linear(), linear(), linear(6, 3), **({"method": "delayed"} | settings)))
+    trained, new = pipelines
     state = {key: value.clone() for key, value in trained.state_dict().items()}
     trained.train(Vectors(), 25)
     trained.load_state_dict(state)
     new.load_state_dict(state)
     for stage in range(3):  # the last one stores its graph, with a copy of the weights
         x, found = Vectors().inputs(0), []
-        for pipeline in (trained, new):
+        for pipeline in pipelines:
             runner = pipeline.stages[stage].runners[0]
             found.append(runner.function(0, (x,), runner.versions.for_forward(pipeline.microbatches_done))[0])
         torch.testing.assert_close(*found)

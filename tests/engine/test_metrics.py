@@ -19,7 +19,7 @@ from petra.engine.totals import Result
 from petra.inplace_abn import ConfusionMatrix
 from petra.model import BlockSpec, Model
 from petra.specs import IGNORED
-from tests.support.nets import make_pipeline
+from tests.support.nets import make_pipeline, sgd
 from tests.support.processes import run_processes
 
 CLASSES = 5
@@ -30,12 +30,8 @@ def expected_miou(targets: Tensor, predictions: Tensor) -> tuple[list[int], floa
     """Return the confusion matrix of scikit-learn, row by row, and the mIoU computed from it."""
     counted = (targets != IGNORED).numpy()
     matrix = confusion_matrix(targets.numpy()[counted], predictions.numpy()[counted], labels=range(CLASSES))
-    ious = []
-    for c in range(CLASSES):
-        union = matrix[c].sum() + matrix[:, c].sum() - matrix[c, c]
-        if union:
-            ious.append(matrix[c, c] / union)
-    return matrix.flatten().tolist(), float(np.mean(ious))
+    unions = matrix.sum(0) + matrix.sum(1) - matrix.diagonal()
+    return matrix.flatten().tolist(), float(np.mean(matrix.diagonal()[unions > 0] / unions[unions > 0]))
 
 
 def random_targets(count: int, seed: int, classes: int = CLASSES) -> Tensor:
@@ -76,13 +72,8 @@ def pixel_split(count: int) -> Split:
 
 
 def pixel_pipeline(batch: int, dp: int = 1) -> Pipeline:
-    return make_pipeline(
-        pixel_model(),
-        TensorSpec((batch, 3, 6, 8), torch.float64),
-        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.0),
-        dp=dp,
-        metrics=METRICS,
-    )
+    spec = TensorSpec((batch, 3, 6, 8), torch.float64)
+    return make_pipeline(pixel_model(), spec, optimizer=partial(sgd, lr=0.0), dp=dp, metrics=METRICS)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

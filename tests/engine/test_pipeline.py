@@ -1,5 +1,6 @@
 from functools import cache
 from itertools import cycle, product
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from petra import (
     Model,
     ModelError,
     PetraError,
+    Pipeline,
     Weights,
 )
 from petra.method import STORABLE
@@ -23,7 +25,7 @@ from petra.models import MODELS
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.settings import Numerics, Runtime
 from petra.specs import Streams
-from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed, mixed_net, sgd
 from tests.support.pairs import all_pairs
 
 
@@ -49,6 +51,12 @@ class Recorder(torch.optim.SGD):
 
     def step(self) -> None:  # type: ignore[override]
         self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
+
+
+def recorded(pipeline: Pipeline) -> list[Tensor]:
+    """Return the gradients of all stages with parameters."""
+    optimizers = [worker.update.optimizer for worker in pipeline.workers.values()]
+    return [g for optimizer in optimizers if isinstance(optimizer, Recorder) for g in optimizer.gradients]
 
 
 def replayed(chain: nn.Module, m: int, x: Tensor, seed: int) -> Tensor:
@@ -80,13 +88,10 @@ def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
     model, data, k = mixed_net(dropout=0.3), RandomSource(), 7
     pipeline = make_pipeline(model, data.spec, method=variants()[name], k=k, optimizer=Recorder, seed=3)
     pipeline.train(data, k)
-    found = [g for worker in pipeline.workers.values() for g in worker.update.optimizer.gradients]  # type: ignore[union-attr]
-    plain = accumulated(k)
-    for (key, p), g in zip(plain.named_parameters(), found, strict=True):
-        torch.testing.assert_close(g, p.grad, rtol=1e-9, atol=1e-11, msg=key)
-    state = pipeline.state_dict()
-    for key, buffer in plain.named_buffers():
-        torch.testing.assert_close(state[key], buffer, rtol=1e-9, atol=1e-11, msg=f"{key}: running statistics")
+    found, plain = recorded(pipeline), accumulated(k)
+    torch.testing.assert_close(found, [p.grad for p in plain.parameters()], rtol=1e-9, atol=1e-11)
+    statistics = dict(plain.named_buffers())
+    torch.testing.assert_close({key: pipeline.state_dict()[key] for key in statistics}, statistics, rtol=1e-9, atol=1e-11)
 
 
 @cache
@@ -148,25 +153,17 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str) -> None:
     plain = double.build(3)
     for m in range(2):
         (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / 2).backward()
-    found = [g for worker in pipeline.workers.values() if worker.update.optimizer for g in worker.update.optimizer.gradients]  # type: ignore[attr-defined]
-    for (key, p), g in zip(plain.named_parameters(), found, strict=True):
-        torch.testing.assert_close(g, p.grad, rtol=1e-7, atol=1e-9, msg=lambda text, key=key: f"{key}: {text}")
+    torch.testing.assert_close(recorded(pipeline), [p.grad for p in plain.parameters()], rtol=1e-7, atol=1e-9)
 
 
 def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> None:
-    class Padded(RandomSource):
-        def targets(self, m: int) -> torch.Tensor:
-            targets = super().targets(m)
-            if m == 2:
-                targets[1:] = -100
-            return targets
-
-    model, data = mixed_net(), Padded()
-    pipeline = make_pipeline(model, data.spec, optimizer=sgd, seed=1)
+    data = RandomSource()
+    data.targets = lambda m: RandomSource.targets(data, m).masked_fill((m == 2) & (torch.arange(4) > 0), -100)  # type: ignore[method-assign]
+    pipeline = mixed(seed=1)
     pipeline.train(data, 9)
     before = {key: value.clone() for key, value in pipeline.state_dict().items()}
     result = pipeline.evaluate(data, 3)
-    plain = model.build(1).eval()
+    plain = mixed_net().build(1).eval()
     plain.load_state_dict(before)
     with torch.no_grad():
         logits = torch.cat([plain(data.inputs(m)) for m in range(3)])
@@ -174,7 +171,7 @@ def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> Non
     assert result.targets == 9
     assert result.loss == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-9)
     assert result.metrics["accuracy"] == pytest.approx((logits.argmax(1) == targets).sum().item() / 9)
-    assert all(torch.equal(before[key], value) for key, value in pipeline.state_dict().items())
+    assert_equal(pipeline.state_dict(), before)
     assert all(stage.module.training for stage in pipeline.stages.values())
 
 
@@ -186,7 +183,7 @@ def test_what_an_error_left_on_its_way_is_not_trained_on() -> None:
             return super().targets(m)
 
     for method in ("train", "evaluate"):
-        pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
+        pipeline = mixed()
         with pytest.raises(DataError):
             getattr(pipeline, method)(Ends(), 9)
         assert all(stage.module.training for stage in pipeline.stages.values())
@@ -209,13 +206,13 @@ def test_what_an_error_left_on_its_way_is_not_trained_on() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_work_are_refused(change: dict[str, object], message: str) -> None:
+def test_settings_that_cannot_work_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        make_pipeline(mixed_net(), RandomSource().spec, **{"optimizer": sgd, **change})  # type: ignore[arg-type]
+        mixed(**change)
 
 
 def test_data_of_another_form_is_refused() -> None:
-    pipeline = make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd)
+    pipeline = mixed()
     with pytest.raises(ModelError, match=r"microbatch 0: expected float64\[4, 3, 8, 8\], got float64\[1, 3, 8, 8\]"):
         pipeline.train(RandomSource(batch=1), 2)
 

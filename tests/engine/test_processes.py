@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, Keep, Method, Model, PetraError, Pipeline, TensorSpec, UpdateRules
 from petra.models import revnet18
 from petra.settings import Numerics, Runtime, TransportName
-from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed, mixed_net, sgd
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
@@ -55,7 +55,7 @@ def train_all(rank: int | None) -> dict[tuple[str, str], tuple[dict[str, Tensor]
             seed=6,
         )
         results = [pipeline.train(source, 14), pipeline.evaluate(source, 3), pipeline.train(source, 41 - 14 if large else 6)]
-        found[name, transport] = {key: value.clone() for key, value in pipeline.state_dict().items()}, results
+        found[name, transport] = pipeline.state_dict(), results
     return found
 
 
@@ -71,8 +71,7 @@ def test_weights_and_results_do_not_depend_on_processes_or_transport(tmp_path: P
         expected, results = alone[name, "local"]
         weights = {key: value for part in parts for key, value in part[name, transport][0].items()}
         assert sum(len(part[name, transport][0]) for part in parts) == len(expected)
-        for key, value in expected.items():
-            assert torch.equal(weights[key], value), f"{name} {transport}: {key}"
+        assert_equal(weights, expected)
         assert all(part[name, transport][1] == results for part in parts), f"{name} {transport}"
 
 
@@ -86,9 +85,8 @@ EARLY: dict[str, dict[str, Any]] = {
 
 
 def early(name: str, transport: TransportName) -> Pipeline:
-    net, learning_rate = mixed_net(), (lambda t: 0.02)
-    settings = {"k": 4, "stages": [1, 2, 1, 2], "optimizer": sgd, "learning_rate": learning_rate, **EARLY[name]}
-    return make_pipeline(net, RandomSource().spec, runtime=Runtime(transport=transport), **settings)
+    settings = {"k": 4, "stages": [1, 2, 1, 2], "learning_rate": lambda t: 0.02, **EARLY[name]}
+    return mixed(runtime=Runtime(transport=transport), **settings)
 
 
 def stop_early(rank: int, by: int, after: int) -> dict[tuple[str, str], tuple[int, bool]]:
@@ -126,18 +124,15 @@ class Enlarge(nn.Module):
         return x.expand(-1, -1, 4200, 4200) * 1.0
 
 
-def head() -> nn.Module:
-    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 5))
-
-
 def send_large(rank: int) -> list[float]:
-    model = Model("large", (BlockSpec("enlarge", Enlarge), BlockSpec("scale", lambda: nn.Conv2d(1, 1, 1)), BlockSpec("head", head)))
+    torch.manual_seed(0)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 5))
     stream = RandomSource(batch=1, size=1, dtype=torch.float32)
     stream.inputs = lambda m: torch.full((1, 1, 1, 1), float(m))  # type: ignore[method-assign]
-    spec = TensorSpec((1, 1, 1, 1), torch.float32)
-    losses = []
+    model, losses = Model.of("large", {"enlarge": Enlarge(), "scale": nn.Conv2d(1, 1, 1), "head": head}), []
     for transport in ("lockstep", "edge"):
-        pipeline = make_pipeline(model, spec, stages=[1, 1, 1], optimizer=sgd, runtime=Runtime(transport=transport))  # type: ignore[arg-type]
+        runtime = Runtime(transport=transport)  # type: ignore[arg-type]
+        pipeline = make_pipeline(model, TensorSpec((1, 1, 1, 1), torch.float32), stages=[1, 1, 1], optimizer=sgd, runtime=runtime)
         losses.append(pipeline.train(stream, 6).loss)
     return losses
 
@@ -145,9 +140,9 @@ def send_large(rank: int) -> list[float]:
 @pytest.mark.processes
 def test_messages_above_64_megabytes_arrive(tmp_path: Path) -> None:
     """Small ones would pass where sizes that block the sender hang."""
-    results = run_processes(3, send_large, tmp_path)
-    assert results[0] == results[1] == results[2]
-    assert results[0][0] == results[0][1] > 0
+    first, *others = run_processes(3, send_large, tmp_path)
+    assert others == [first, first]
+    assert first[0] == first[1] > 0
 
 
 class OneStream(nn.Module):

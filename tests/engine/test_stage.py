@@ -43,9 +43,9 @@ def live_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def test_reversible_block_that_keeps_nothing_stores_no_tensor() -> None:
-    made = make_stage([Coupling(branch(4)) for _ in range(3)], [Keep.NOTHING] * 3, first_block=1)
+def test_reversible_blocks_store_nothing_and_others_their_inputs_in_flight() -> None:
     x = (torch.randn(4, 4, 8, 8), torch.randn(4, 4, 8, 8))
+    made = make_stage([Coupling(branch(4)) for _ in range(3)], [Keep.NOTHING] * 3, first_block=1)
     before = live_bytes()
     for m in range(6):
         made.forward(m, x)
@@ -53,12 +53,8 @@ def test_reversible_block_that_keeps_nothing_stores_no_tensor() -> None:
     assert made.stored_bytes() == 0
     assert not any(runner.stored for runner in made.runners)
 
-
-def test_block_that_is_not_reversible_stores_its_inputs_in_flight() -> None:
-    made = make_stage([nn.Conv2d(4, 4, 3, padding=1)], [Keep.INPUT], first_block=1)
-    one = 4 * 4 * 8 * 8 * 4
+    made, one, outputs = make_stage([nn.Conv2d(4, 4, 3, padding=1)], [Keep.INPUT], first_block=1), 4 * 4 * 8 * 8 * 4, {}
     before = live_bytes()
-    outputs = {}
     for m in range(6):
         outputs[m] = made.forward(m, (torch.randn(4, 4, 8, 8),))
         assert made.stored_bytes() == (m + 1) * one

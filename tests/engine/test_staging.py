@@ -30,19 +30,6 @@ class Event:
         Event.waited += 1
 
 
-class Source:
-    """Records which microbatches are read, and whether in the main thread."""
-
-    def __init__(self) -> None:
-        self.read: list[int] = []
-        self.in_main_thread: list[bool] = []
-
-    def __call__(self, m: int) -> Tensor:
-        self.read.append(m)
-        self.in_main_thread.append(current_thread() is main_thread())
-        return torch.full((2,), float(m))
-
-
 @pytest.fixture
 def thread(monkeypatch: pytest.MonkeyPatch) -> ThreadPoolExecutor:
     Event.waited = Event.recorded = 0
@@ -52,15 +39,21 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> ThreadPoolExecutor:
 
 
 def test_microbatches_are_read_in_advance_by_another_thread_in_order(thread: ThreadPoolExecutor) -> None:
-    source = Source()
+    read, in_main_thread = list[int](), list[bool]()
+
+    def source(m: int) -> Tensor:
+        read.append(m)
+        in_main_thread.append(current_thread() is main_thread())
+        return torch.full((2,), float(m))
+
     staged = Staging(source, CPU, range(3, 23), thread)
     for m in range(3, 23):
         assert torch.equal(staged(m), torch.full((2,), float(m)))
         thread.submit(int).result()  # the thread has done what it was given
-        assert source.read == [*range(3, min(m + AHEAD + 1, 23))]
+        assert read == [*range(3, min(m + AHEAD + 1, 23))]
         assert Event.recorded - Event.waited <= IN_FLIGHT, "the host waits for a GPU that is far behind"
     assert Event.waited == 20 - IN_FLIGHT
-    assert source.in_main_thread == [True, *[False] * 19]  # data workers are forked in the main thread
+    assert in_main_thread == [True, *[False] * 19]  # data workers are forked in the main thread
 
 
 def test_two_readers_of_one_source_do_not_read_at_the_same_time(thread: ThreadPoolExecutor) -> None:

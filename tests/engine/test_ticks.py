@@ -255,33 +255,23 @@ def require_equal(
     remedy = remedy or Remedy()
     model, data = mixed_net(), RandomSource()
     losses: list[float] = []
-    pipeline = make_pipeline(
-        model,
-        data.spec,
-        method=method,
-        remedy=remedy,
-        k=k,
-        stages=CUTS[cut],
-        optimizer={
-            "nesterov": torch_sgd,
-            "heavy ball": partial(torch_sgd, nesterov=False),
-            "adam": lambda module: torch.optim.Adam(module.parameters(), lr=RATE, eps=EPSILON),
-        }[optimizer],
-        learning_rate=lambda t: RATE,
-        seed=8,
-    )
+    optimizers = {
+        "nesterov": torch_sgd,
+        "heavy ball": partial(torch_sgd, nesterov=False),
+        "adam": lambda module: torch.optim.Adam(module.parameters(), lr=RATE, eps=EPSILON),
+    }
+    settings = {"method": method, "remedy": remedy, "k": k, "optimizer": optimizers[optimizer]}
+    pipeline = make_pipeline(model, data.spec, stages=CUTS[cut], learning_rate=lambda t: RATE, seed=8, **settings)
     pipeline.train(data, MICROBATCHES, on_microbatch=lambda report: losses.append(float(report[1] / report[0])))
 
     net = reference(model, method, k, CUTS[cut], remedy, optimizer)
     expected = tick_by_tick(net, data, method, k)
     torch.testing.assert_close(losses, expected, rtol=1e-9, atol=0)
     found = pipeline.state_dict()
-    weights = [w for stage in net for w in stage.now]
-    blocks = [block for stage in net for block in stage.blocks]
-    for block, spec in zip(blocks, model.blocks, strict=True):
-        for key, _ in block.named_parameters():
-            torch.testing.assert_close(found[f"{spec.name}.{key}"], weights.pop(0), rtol=1e-9, atol=1e-10, msg=f"{spec.name}.{key}")
-        for key, value in block.named_buffers():
+    blocks = [(block, stage.of(i, stage.now)) for stage in net for i, block in enumerate(stage.blocks)]
+    for (block, weights), spec in zip(blocks, model.blocks, strict=True):
+        parameters = dict(zip(dict(block.named_parameters()), weights, strict=True))
+        for key, value in (parameters | dict(block.named_buffers())).items():
             torch.testing.assert_close(found[f"{spec.name}.{key}"], value, rtol=1e-9, atol=1e-10, msg=f"{spec.name}.{key}")
 
 
@@ -290,19 +280,15 @@ def reference(model: Model, method: Method, k: int, cut: list[int], remedy: Reme
     ends = [sum(cut[:j]) for j in range(len(cut) + 1)]
     stages = []
     for j, (a, b) in enumerate(pairwise(ends)):
-        late = method.delay * (len(cut) - 1 - j) / k  # type: ignore[operator]
-        if method.weights is Weights.DOUBLE:
-            late = 1.0
+        late = 1.0 if method.weights is Weights.DOUBLE else method.delay * (len(cut) - 1 - j) / k  # type: ignore[operator]
         weights = [p.detach().clone() for block in blocks[a:b] for p in block.parameters()]
-        rule: Sgd | Lookahead | Adam
+        rule: Sgd | Lookahead | Adam = Sgd(weights, *((MOMENTUM, 1) if optimizer == "nesterov" else (1, 0)))
         if optimizer == "adam":
             rule = Adam(weights)
         elif remedy.lookahead:
             rule = Lookahead(weights, remedy.lookahead)
         elif remedy.compensation:
             rule = Sgd(weights, MOMENTUM**late, (1 - MOMENTUM**late) / (1 - MOMENTUM))
-        else:
-            rule = Sgd(weights, *((MOMENTUM, 1) if optimizer == "nesterov" else (1, 0)))
         stages.append(Stage(blocks[a:b], remedy, late, rule))
     return stages
 

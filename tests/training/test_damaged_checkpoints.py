@@ -24,7 +24,7 @@ from petra.training.checkpoint import FACTS, MANIFEST, checksum, write_synced
 from petra.training.state import state_of
 from petra.training.weight_files import State
 from tests.data.test_imagenet import damaged
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 
 OLD, NEW = "000000003", "000000006"
 FILES = ("0.pt", FACTS, MANIFEST)
@@ -66,12 +66,7 @@ class Saved:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Saved]:
     torch.set_num_threads(1)
     root = tmp_path_factory.mktemp("damaged")
-    pipeline = make_pipeline(
-        mixed_net(channels=2),
-        RandomSource().spec,
-        k=2,
-        optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9),
-    )
+    pipeline = make_pipeline(mixed_net(channels=2), RandomSource().spec, k=2, optimizer=sgd)
     checkpoints, states = Checkpoints(root / "checkpoints"), {}
     for name in (OLD, NEW):
         pipeline.train(RandomSource(), 3)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn, serialization
 from petra import BlockSpec, Model, PetraError, Pipeline
 from petra.training import Checkpoints, newest, records, restore, sgd
 from petra.training import checkpoint as protocol
-from tests.support.nets import RandomSource, make_pipeline
+from tests.support.nets import RandomSource, assert_equal, make_pipeline
 from tests.support.processes import context
 
 DATA = RandomSource(size=2, dtype=torch.float32)
@@ -42,50 +43,36 @@ def restored(folder: Path) -> Pipeline:
     return pipeline
 
 
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(value, b[key]) for key, value in a.items())
+def trace(steps: list[str], last: int | None) -> None:
+    """Note the steps of a save, and end this process before step number ``last``, or never.
 
-
-class Tracer:
-    """Ends this process before step number ``last`` of a save, or never.
-
-    Attributes:
-        steps: Steps reached, in order: lines of checkpoint.py and records.py, and functions of torch.save.
+    Steps are lines of checkpoint.py and records.py, and calls of functions of torch.save.
     """
 
-    def __init__(self, last: int | None) -> None:
-        self.last, self.steps = last, list[str]()
-        threading.settrace(self.call)  # for the thread that writes in the background
-        sys.settrace(self.call)
+    def reach(frame: FrameType, event: str, argument: object) -> Any:
+        own = frame.f_code.co_filename in (protocol.__file__, records.__file__)
+        if event == "line" or (event == "call" and frame.f_code.co_filename == serialization.__file__):
+            if len(steps) == last:
+                os._exit(9)
+            steps.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        return reach if own else None
 
-    def call(self, frame: FrameType, event: str, argument: object) -> Tracer | None:
-        if frame.f_code.co_filename == serialization.__file__:
-            self.reach(frame)
-        return self if frame.f_code.co_filename in (protocol.__file__, records.__file__) else None
-
-    def __call__(self, frame: FrameType, event: str, argument: object) -> Tracer:
-        if event == "line":
-            self.reach(frame)
-        return self
-
-    def reach(self, frame: FrameType) -> None:
-        if len(self.steps) == self.last:
-            os._exit(9)
-        self.steps.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+    threading.settrace(reach)  # for the thread that writes in the background
+    sys.settrace(reach)
 
 
 def save_forked(pipeline: Pipeline, folder: Path, background: bool, last: int | None) -> int:
     """Train and save in a fork that ends before step ``last``, and return its exit status."""
     if (pid := os.fork()) == 0:
         store = Checkpoints(folder, keep=1, background=background)
-        tracer = Tracer(last)
+        trace(steps := [], last)
         pipeline.train(DATA, 1)
         store.save(pipeline, {})
         if background:
             pipeline.train(DATA, 1)
         store.wait()
         sys.settrace(None)
-        (folder.parent / "steps").write_text(json.dumps(tracer.steps))
+        (folder.parent / "steps").write_text(json.dumps(steps))
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
@@ -118,11 +105,11 @@ def die_everywhere(folder: Path, background: bool) -> None:
     for index in sorted({*first.values(), *last.values()})[:: 4 if background else 2]:
         assert attempt(index) == 9, steps[index]
         again = restored(work)
-        assert equal(weights(again), expected[again.microbatches_done]), steps[index]
+        assert_equal(weights(again), expected[again.microbatches_done])
         found.add(again.microbatches_done)
         again.train(DATA, 2 - again.microbatches_done)
         Checkpoints(work, keep=1).save(again, {})
-        assert equal(weights(again), expected[2])
+        assert_equal(weights(again), expected[2])
         assert {p.name for p in work.iterdir()} == {"000000002"}, steps[index]
     assert found == {1, 2}
     assert len(first) > 80
@@ -169,9 +156,9 @@ def test_a_full_disk_leaves_checkpoints_intact(background: bool, disk: Path) -> 
     message = rf"checkpoint {disk}/c/000000002: cannot be written \(No space left on device\); earlier checkpoints are"
     with pytest.raises(PetraError, match=message):
         save()
-    assert equal(weights(pipeline), trained)
-    assert equal(weights(restored(disk / "c")), before)
+    assert_equal(weights(pipeline), trained)
+    assert_equal(weights(restored(disk / "c")), before)
     (disk / "filler").unlink()
     save()
-    assert equal(weights(restored(disk / "c")), trained)
+    assert_equal(weights(restored(disk / "c")), trained)
     assert {p.name for p in (disk / "c").iterdir()} == {"000000002"}
