@@ -16,7 +16,7 @@ from .run.folder import RECORD, RunFolder, flat, rows_of
 from .run.markdown import table
 from .runtime.terminal import command, parser_for
 
-HEADER = ("run", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
+HEADER = ("run", "data", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
 
 
 @command
@@ -64,21 +64,22 @@ def _read(path: Path) -> _Curve:
     if not path.name.endswith(RECORD):
         run = RunFolder(path)
         rows, config = run.rows(), dict(flat(run.config()))
-        return _Curve([config.get(key) for key in ("method.name", "method.delay", "k", "trainer.epochs")], rows, run.updates())
+        setting = [config.get(key) for key in ("data._target_", "method.name", "method.delay", "k", "trainer.epochs")]
+        return _Curve(setting, rows, run.updates())
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        setting = [content[name] for name in ("method", "delay", "k", "epochs")]
+        setting = [content[name] for name in ("data", "method", "delay", "k", "epochs")]
         return _Curve(setting, rows_of(content["curve"]), rows_of(content["updates"]))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: expected the record of a run, got another file ({first_line(error)})") from error
 
 
 def _cells(name: str, run: _Curve) -> list[str]:
-    last, (method, delay, k, epochs) = run.rows[-1], run.setting
+    last, (data, method, delay, k, epochs) = run.rows[-1], run.setting
     accuracies = [row["test_accuracy"] for row in run.rows if "test_accuracy" in row]
     results = [f"{last[key]:.4f}" for key in ("train_loss", "test_loss")]
     results += [f"{accuracies[-1]:.2%}", f"{max(accuracies):.2%}"] if accuracies else ["", ""]
-    return [name, str(method), str(delay), str(k), f"{last['epoch']} of {epochs}", *results]
+    return [name, str(data).rpartition(".")[2], str(method), str(delay), str(k), f"{last['epoch']} of {epochs}", *results]
 
 
 if __name__ == "__main__":

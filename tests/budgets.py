@@ -34,7 +34,7 @@ ROOMS = {
     ("petra/engine",): Budget(1_880, 1_900),
     ("petra/engine/options",): Budget(1_400, 1_400),
     ("petra/staleness",): Budget(450, 450),
-    ("petra/training",): Budget(1_750, 1_780),
+    ("petra/training",): Budget(1_780, 1_780),
     ("petra/data",): Budget(1_900, 1_900),
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
@@ -44,17 +44,17 @@ ROOMS = {
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_200, 1_225),
     ("launch/config",): Budget(810, 400),
-    ("launch/run",): Budget(1_920, 1_600),
+    ("launch/run",): Budget(1_940, 1_600),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_700, 15_070),
+    ("tests", "stress"): Budget(17_930, 15_370),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(24_200, 23_270)
+BOTH = Budget(23_980, 23_230)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -23,10 +23,10 @@ from petra.errors import ConfigError, alternatives, first_line, invalid, require
 from .keys import Key
 
 KEY = "cluster.machines"
-SCALE = ">= 1e-12 and <= 1e12"
-"""Bounds of speeds and bandwidths in the units of the file. Beyond them, times overflow or become 0."""
-LATENCY = ">= 0 and <= 1e12"
-COUNT = Key(Annotated[int, ">= 1"], 1, "Number of equal devices or connections.")
+SCALE = ">= 1e-6 and <= 1e6"
+"""Bounds of speeds, bandwidths, memory and counts in the units of the file. Beyond them, a value is in another unit."""
+LATENCY = ">= 0 and <= 1e9"
+COUNT = Key(Annotated[int, ">= 1 and <= 1e6"], 1, "Number of equal devices or connections.")
 FILE = {
     "devices": Key(list[dict[str, Any]], ..., "Devices in the order of the processes of a pipeline."),
     "links": Key(list[dict[str, Any]] | None, None, "Connections, each from a process to the next one and back."),
@@ -34,7 +34,7 @@ FILE = {
 DEVICE = {
     "count": COUNT,
     "speed": Key(Annotated[float, SCALE], 1.0, "Speed relative to the device of the first process, which measures the blocks."),
-    "memory": Key(Annotated[float | None, "> 0"], None, "Memory in GB."),
+    "memory": Key(Annotated[float | None, "> 0 and <= 1e6"], None, "Memory in GB."),
 }
 CONNECTION = {"count": COUNT, "forward": Key(dict[str, Any], ..., "A link."), "backward": Key(dict[str, Any], ..., "A link.")}
 LINK = {
@@ -87,4 +87,5 @@ def _entry(known: Mapping[str, Key], found: Any) -> dict[str, Any]:
 
 def _link(found: dict[str, float]) -> Link:
     entry = _entry(LINK, found)
+    require(not 0 < entry["latency"] < 1e-3, "latency", "microseconds: 0 or a number >= 0.001", entry["latency"])
     return Link(1e9 * entry["bandwidth"], 1e-6 * entry["latency"])

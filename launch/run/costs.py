@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections import Counter
@@ -29,6 +30,8 @@ from ..runtime.rank import Process
 from .build import Choices, Setup
 from .markdown import table
 from .targets import factory
+
+log = logging.getLogger(__name__)
 
 STAGES = ("stage", "process", "blocks", "parameters", "FLOPs", "τ", "stores", "MB →", "MB ←")
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "stored", "temporary", "workspace")
@@ -135,6 +138,8 @@ def tune_setup(setup: Setup, process: Process, earlier: Choices | None = None) -
         ConfigError: If no partition fits the memory limit. Raised on every rank.
     """
     if not setup.auto:
+        if process.first and setup.config.cluster.machines is not None:
+            log.warning("cluster.machines is not used: no setting is auto (trainer.stages, method.delay)")
         return setup
     if earlier is not None and ("stages" in setup.auto or setup.choices["stages"] == earlier["stages"]):
         return setup.with_choice(**earlier)
@@ -162,7 +167,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
         seed=config.seed,
     )
     processes, several = plan.layout.processes, len(plan.layout.processes) > 1
-    require(len(processes) <= len(machines.devices), "cluster.machines", f"{len(processes)} devices", len(machines.devices))
+    require(len(processes) == len(machines.devices), "cluster.machines", f"{len(processes)} devices", len(machines.devices))
     # In one process the choice of delays would not change the speed, so choose as for one process per stage.
     stages: int | list[int] = len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages]
     owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]

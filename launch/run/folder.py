@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,8 @@ class RunFolder:
         rows = self._rows(METRICS, "epoch", "microbatches", "train_loss", "test_loss")
         if not rows:
             raise invalid("runs", "folders of runs with a finished epoch", f"{self.path}, where {METRICS} has none")
+        for a, b in pairwise(row["epoch"] for row in rows):
+            require(a < b, str(self.path / METRICS), "epochs in order", f"{b} after {a}", DataError)
         return rows
 
     def updates(self, clock: int | None = None) -> list[dict[str, Any]]:
@@ -159,6 +162,12 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: can't be read ({first_line(error)})") from error
         require(isinstance(content, dict), str(path), "a JSON object", type(content).__name__, DataError)
+        if path.exists():
+            from petra.training.records import read_rows
+
+            known = [[str(row.get(key)) for key in ("microbatches", "test_loss")] for row in read_rows(self.path / METRICS)]
+            own = [str(content.get(key)) for key in ("microbatches", "test_loss")]
+            require(own in known or not known, str(path), f"the summary of {METRICS}", "another", DataError)
         return dict(content)
 
     def config(self) -> dict[str, Any]:
@@ -172,7 +181,7 @@ class RunFolder:
 
         rows = read_rows(path)
         for number, row in enumerate(rows, 1):
-            for key in keys:
+            for key in (*keys, *(row.keys() - {"sample"})):
                 expected = f"a number {key} in line {number}"
                 require(isinstance(row.get(key), int | float), str(path), expected, row.get(key, "none"), DataError)
         return rows

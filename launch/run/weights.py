@@ -19,7 +19,7 @@ from petra.inplace_abn.segmentation import class_names
 from petra.pipeline import Pipeline
 from petra.training import FORMATS, best_of, facts_in, facts_of, limited, load, load_into, means, network, newest
 from petra.training.checkpoint import FACTS, checkpoints, verify
-from petra.training.weight_files import State
+from petra.training.weight_files import HASH, State
 
 from ..config.schema import Config, Section
 from ..runtime.rank import Process
@@ -60,6 +60,8 @@ class Weights:
             return Weights(path)
         exports = [Weights(file) for suffix in FORMATS.values() if (file := path / f"model{suffix}").exists()]
         export = max(exports, key=lambda weights: (weights.clock, weights.path.stat().st_mtime), default=None)
+        hashes = {known for other in exports if (known := other.facts.get(HASH)) and export and other.clock == export.clock}
+        require(len(hashes) < 2, key, "a run whose exports are equal", f"{path}, where model.* differ", DataError)
         saved = checkpoints(path / CHECKPOINTS)
         if export is not None and not (saved and int(saved[0].name) > export.clock):
             return export

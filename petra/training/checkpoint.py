@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from datetime import timedelta
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petra.distributed import raise_on_all_ranks
-from petra.errors import DataError, invalid, require
+from petra.errors import DataError, invalid, is_integer, require
 from petra.pipeline import Pipeline
 from petra.training.records import PART, replaced
 from petra.training.state import load_state, state_of
@@ -51,7 +52,7 @@ class Checkpoints:
         timeout: Seconds that processes wait for each other while they write in the background.
 
     Raises:
-        ConfigError: If ``keep`` < 0.
+        ConfigError: If ``keep`` is no integer >= 0, or ``every`` is neither None nor an integer >= 1.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Checkpoints:
         background: bool = False,
         timeout: float = 600,
     ) -> None:
-        require(keep >= 0, "checkpoint.keep", "an integer >= 0", keep)
+        require(is_integer(keep) and keep >= 0, "checkpoint.keep", "an integer >= 0", keep)
+        require(every is None or (is_integer(every) and every >= 1), "checkpoint.every", "None or an integer >= 1", every)
         self.folder, self.keep, self.every, self.facts = folder, keep, every, facts
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if distributed else 0
@@ -83,7 +85,7 @@ class Checkpoints:
 
         Args:
             facts: Further facts. :func:`facts_of` returns them with those of the run.
-            score: Quality of the network (higher is better), or None if it has not been evaluated.
+            score: Quality of the network (higher is better), or None if it has not been evaluated. One that is not finite is None.
 
         Raises:
             PetraError: In every process, if the checkpoint cannot be written. Earlier checkpoints stay intact.
@@ -92,6 +94,7 @@ class Checkpoints:
             return
         self.wait()
         state, name = state_of(pipeline), f"{pipeline.microbatches_done:09}"
+        score = score if score is not None and isfinite(score) else None
         content = {**self.facts, **facts, "clock": pipeline.microbatches_done, "score": score}
         if self._thread is None:
             self._write(state, name, content)
@@ -157,14 +160,15 @@ class Checkpoints:
 
     @contextmanager
     def _named_errors(self, name: str) -> Iterator[None]:
-        """Convert errors of the file system to errors that name the checkpoint, and remove its draft."""
+        """Convert errors of the file system, and of facts that JSON can't have, to errors that name it, and remove its draft."""
         try:
             yield
-        except OSError as error:
+        except (OSError, TypeError) as error:
+            reason = getattr(error, "strerror", None) or error
             if self._rank == 0:
                 shutil.rmtree(self.folder / f"{name}{PART}", ignore_errors=True)
             raise DataError(
-                f"checkpoint {self.folder / name}: cannot be written ({error.strerror or error}); earlier checkpoints are intact, "
+                f"checkpoint {self.folder / name}: cannot be written ({reason}); earlier checkpoints are intact, "
                 "resume=auto resumes from the newest"
             ) from error
 
@@ -209,7 +213,7 @@ def best_of(folder: Path) -> Path | None:
 
 
 def verify(path: Path) -> None:
-    """Compare every file of a checkpoint with the manifest.
+    """Compare every file of a checkpoint with the manifest, and its name with its clock.
 
     Raises:
         DataError: If the checkpoint is incomplete or damaged. The message names the file.
@@ -227,13 +231,14 @@ def verify(path: Path) -> None:
         raise DataError(f"checkpoint {path}: incomplete, {error.filename} cannot be read ({error.strerror})") from error
     except (KeyError, AttributeError) as error:
         raise DataError(f"checkpoint {path}: damaged, {MANIFEST} lists no files") from error
+    facts_of(path)
 
 
 def facts_of(path: Path) -> dict[str, Any]:
     """Return the facts that a checkpoint was saved with, its ``clock`` in microbatches and its ``score``.
 
     Raises:
-        DataError: If they cannot be read.
+        DataError: If they cannot be read, or have another clock than the name of the folder, if it is a number.
     """
     try:
         facts = _read_object(path / FACTS)
@@ -242,6 +247,8 @@ def facts_of(path: Path) -> dict[str, Any]:
     clock, score = facts.get("clock"), facts.get("score", "none")
     if not (isinstance(clock, int) and clock >= 0 and (score is None or isinstance(score, float | int))):
         raise DataError(f"{path}: cannot be read as a checkpoint ({FACTS} has no clock and score)")
+    named = not path.name.isdigit() or int(path.name) == clock
+    require(named, f"checkpoint {path}", f"the name {clock:09}, its microbatch", path.name, DataError)
     return facts
 
 

@@ -26,8 +26,8 @@ class Schedule(ABC):
     """
 
     peak: Annotated[float, ">= 0"]
-    microbatches_per_epoch: int
-    epochs: int
+    microbatches_per_epoch: Annotated[int, ">= 1"]
+    epochs: Annotated[int, ">= 1"]
     warmup_epochs: Annotated[float, ">= 0"] = 0
 
     def __post_init__(self) -> None:

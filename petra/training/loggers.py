@@ -57,7 +57,7 @@ class WandbLogger(Logger):
         rows: Rows logged before the run resumes, in the order of ``microbatches``.
 
     Raises:
-        ConfigError: If the package is not installed.
+        ConfigError: If the package is not installed, or refuses a setting, such as an environment variable.
         DataError: If a file cannot be written.
     """
 
@@ -87,16 +87,19 @@ class WandbLogger(Logger):
         mode = os.environ.get("WANDB_MODE", "offline")
         offline = mode == "offline"
         start: Any = wandb.init  # typed only where the extra is installed
-        self._run: Any = start(
-            project=os.environ.get("WANDB_PROJECT", "petra"),
-            mode=mode,
-            id=run_id,
-            name=folder.name,
-            dir=folder,
-            config=dict(config),
-            resume=None if offline else "allow",
-            settings=wandb.Settings(console="off", silent=offline),
-        )
+        try:
+            self._run: Any = start(
+                project=os.environ.get("WANDB_PROJECT", "petra"),
+                mode=mode,
+                id=run_id,
+                name=folder.name,
+                dir=folder,
+                config=dict(config),
+                resume=None if offline else "allow",
+                settings=wandb.Settings(console="off", silent=offline),
+            )
+        except ValueError as error:  # of pydantic, for environment variables
+            raise ConfigError(f"logger: wandb can't start ({' '.join(str(error).split())})") from error
         if offline or not known:
             for row in rows:
                 self.log(row)

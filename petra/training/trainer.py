@@ -15,7 +15,7 @@ from torch import Tensor
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
 from petra.engine.totals import Result
-from petra.errors import DataError, Interrupted, first_line, invalid
+from petra.errors import DataError, Interrupted, first_line, invalid, is_integer, require
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
 from petra.training.watchers import Watcher
@@ -58,7 +58,7 @@ class Trainer:
         stop: Returns whether this process was asked to stop. Called after each drain; without planned drains also during training.
 
     Raises:
-        ConfigError: If the pipeline has no learning rate.
+        ConfigError: If the pipeline has no learning rate, or the data are no training and test data.
     """
 
     def __init__(
@@ -75,6 +75,8 @@ class Trainer:
         rate = pipeline.recipe.learning_rate
         if rate is None:
             raise invalid("learning_rate", "a function of the microbatches done, for a pipeline with a trainer", "None")
+        for name, source, length in (("train", train, "batches_per_epoch"), ("test", test, "batches")):
+            require(hasattr(source, length), name, f"a source with the attribute {length}", type(source).__name__)
         self.pipeline, self.train, self.test, self._learning_rate = pipeline, train, test, rate
         self.checkpoints, self.watchers, self.stop = checkpoints or Checkpoints(Path(), keep=0), watchers, stop
         self.microbatches, self.test_batches = limited(train.batches_per_epoch, limit), limited(test.batches, limit)
@@ -87,9 +89,11 @@ class Trainer:
         """Train until ``epochs`` epochs are done, and return all of them.
 
         Raises:
+            ConfigError: If ``epochs`` is not an integer >= 0.
             Interrupted: In every process, if any was asked to stop. The last checkpoint is complete.
             PetraError: In every process, if a checkpoint cannot be written. The pipeline has drained.
         """
+        require(is_integer(epochs) and epochs >= 0, "epochs", "an integer >= 0", epochs)
         while len(self.history) < epochs:
             try:
                 self._run_epoch(len(self.history) + 1)

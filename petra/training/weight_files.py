@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,6 +23,8 @@ FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
 
 FACTS = "petra"
 """Key of the facts in a file's metadata."""
+HASH = "sha256"
+"""Key of the :func:`hash_of` the tensors in the facts."""
 TENSORS = ".pt"
 """Suffix of the files of a checkpoint that hold tensors."""
 
@@ -57,7 +60,8 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
 
     Args:
         facts: Values that JSON can represent, such as the normalisation of inputs. They are stored as the file's metadata, so that
-            the tensors remain those of the network. :func:`facts_in` returns them, and ``clock``, the number of microbatches done.
+            the tensors remain those of the network. :func:`facts_in` returns them, ``clock``, the number of microbatches done, and
+            the :func:`hash_of` the tensors.
 
     Raises:
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
@@ -67,7 +71,8 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
     state = {f"{name}.{key}": value.contiguous() for name, block in gathered_blocks(pipeline) for key, value in block.items()}
     if pipeline.rank != 0:
         return
-    text = {FACTS: json.dumps({"clock": pipeline.microbatches_done, **(facts or {})})}
+    known = {"clock": pipeline.microbatches_done, HASH: hash_of(state), **(facts or {})}
+    text = {FACTS: json.dumps(known)}
     with writing(path), replaced(path) as file:
         if path.suffix == ".pt":
             ordered = OrderedDict(state)
@@ -84,10 +89,24 @@ def load(path: Path) -> State:
     """Return the state in an exported file, on the CPU.
 
     Raises:
-        DataError: If the file is missing or damaged, or does not hold tensors by name.
+        DataError: If the file is missing or damaged, does not hold tensors by name or those of its hash, or some are NaN.
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
     """
-    return _read(path, mapped=False)[0]
+    state, facts = _read(path, mapped=False)
+    fits = facts.get(HASH, found := hash_of(state)) == found
+    require(fits, str(path), "the weights that were exported, as their hash says", "others, so the file is damaged", DataError)
+    for key, value in state.items():
+        require(not value.isnan().any(), f"{path}, {key}", "numbers", "NaN", DataError)
+    return state
+
+
+def hash_of(state: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors and their names. It takes about a second per GB."""
+    digest = hashlib.sha256()
+    for key, value in sorted(state.items()):
+        digest.update(f"{key} {value.dtype} {[*value.shape]}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> State:

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,11 +56,15 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("devices: [{speedx: 1}]", "speedx"),
-        ("devices: [{speed: 0}]", "speed: expected a number >= 1e-12 and <= 1e12, got 0"),
-        ("devices: [{speed: .inf}]", "speed: expected a number >= 1e-12 and <= 1e12, got inf"),
-        ("devices: [{memory: .nan}]", "memory: expected null or a number > 0, got nan"),
+        ("devices: [{speed: 0}]", "speed: expected a number >= 1e-6 and <= 1e6, got 0"),
+        ("devices: [{speed: .inf}]", "speed: expected a number >= 1e-6 and <= 1e6, got inf"),
+        ("devices: [{memory: .nan}]", "memory: expected null or a number > 0 and <= 1e6, got nan"),
         (f"{TWO}[{{forward: {{bandwidth: 1, latency: .inf}}, backward: {{bandwidth: 1}}}}]", "latency: expected a number >= 0"),
         ("devices: [{count: 3}]", "links: expected 2, one between each two neighbours of 3 processes, got 0"),
+        ("devices: [{memory: 80.0e+9}]", "memory: expected null or a number > 0 and <= 1e6, got 80000000000.0"),
+        ("devices: [{count: 1000000000}]", "count: expected an integer >= 1 and <= 1e6, got 1000000000"),
+        (f"{TWO}[{{forward: {{bandwidth: 12.0e+9}}, backward: {{bandwidth: 1}}}}]", "bandwidth: expected a number >= 1e-6"),
+        (f"{TWO}[{{forward: {{bandwidth: 1, latency: 2.0e-5}}, backward: {{bandwidth: 1}}}}]", "latency: expected microseconds"),
         ("devices: [", "YAML"),
     ],
 )
@@ -72,6 +77,13 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="missing"):
         read_machines(str(tmp_path / "missing.yaml"))
+
+
+def test_a_file_of_machines_that_no_setting_uses_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = SimpleNamespace(machines="machines.yaml")
+    setup: Any = SimpleNamespace(auto=frozenset(), config=SimpleNamespace(cluster=cluster))
+    assert tune_setup(setup, Process(0, 1, 0, 1)) is setup
+    assert "cluster.machines is not used: no setting is auto" in caplog.text
 
 
 def test_machines_that_the_doctor_describes() -> None:

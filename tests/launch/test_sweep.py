@@ -91,8 +91,8 @@ def test_an_interrupted_sweep_continues(trained: list[str], tmp_path: Path, caps
     assert swept(*here, "seed=1,2") == 0
     assert trained == ["seed=1", "seed=13", "seed=2"]
     summary, rows = json.loads((tmp_path / "seed=2" / "summary.json").read_text()), capsys.readouterr().out.splitlines()
-    assert rows[-4].startswith("| seed=1 | petra | 2 | 4 | 1 of 1 |"), rows
-    assert rows[-3].startswith("| seed=2 | petra | 2 | 4 | 1 of 1 |")
+    assert rows[-4].startswith("| seed=1 | synthetic | petra | 2 | 4 | 1 of 1 |"), rows
+    assert rows[-3].startswith("| seed=2 | synthetic | petra | 2 | 4 | 1 of 1 |")
     assert f"| {summary['test_loss']:.4f} | {summary['test_accuracy']:.2%} |" in rows[-3]
     assert rows[-1] == "2 of 2 runs finished"
 

@@ -31,6 +31,7 @@ from petra.training import (
     sgd,
     write_json,
 )
+from petra.training.weight_files import hash_of
 from tests.structure import ROOT
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
@@ -96,12 +97,18 @@ def test_an_exported_file_holds_facts_beside_the_tensors(suffix: str, tmp_path: 
         pytest.importorskip("safetensors")
     data = RandomSource()
     pipeline = make_pipeline(mixed_net(), data.spec, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    state = {key: value.clone() for key, value in pipeline.state_dict().items()}
     facts = {"preparation": {"size": 8, "moments": [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]], "crop": 1.0}}
     export(pipeline, tmp_path / f"with{suffix}", facts)
     export(pipeline, tmp_path / f"without{suffix}")
-    assert facts_in(tmp_path / f"with{suffix}") == {"clock": 0, **facts}
-    assert facts_in(tmp_path / f"without{suffix}") == {"clock": 0}
+    assert facts_in(tmp_path / f"with{suffix}") == {"clock": 0, "sha256": hash_of(state), **facts}
+    assert facts_in(tmp_path / f"without{suffix}").keys() == {"clock", "sha256"}
     mixed_net().build(1).load_state_dict(load(tmp_path / f"with{suffix}"), strict=True)
+    content, first = bytearray((tmp_path / f"with{suffix}").read_bytes()), next(iter(state.values()))
+    content[content.index(first.numpy().tobytes()) + 2] ^= 1
+    (tmp_path / f"flipped{suffix}").write_bytes(content)
+    with pytest.raises(DataError, match=r"flipped\.\w+: expected the weights that were exported, as their hash says"):
+        load(tmp_path / f"flipped{suffix}")
     (tmp_path / f"damaged{suffix}").write_bytes(b"damaged")
     with pytest.raises(DataError, match="cannot be read as exported weights"):
         facts_in(tmp_path / f"damaged{suffix}")

@@ -1,0 +1,117 @@
+"""Calls with arguments that can't be meant, and folders whose names or numbers contradict what is in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from launch.run.folder import CONFIG, METRICS, SUMMARY, RunFolder
+from launch.run.weights import Weights
+from petra import PetraError, Pipeline
+from petra.data import EvalSource, TrainSource, load_dataset
+from petra.training import Checkpoints, MultiStep, Trainer, export, load, newest, restore
+from petra.training.loggers import WandbLogger
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
+
+
+def build(seed: int = 0) -> Pipeline:
+    rate = MultiStep(0.1, 2, 2)
+    return make_pipeline(
+        mixed_net(), RandomSource().spec, learning_rate=rate, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed
+    )
+
+
+def trainer(train: object = TrainSource, test: object = EvalSource) -> Trainer:
+    data = load_dataset("synthetic", images=16, size=8)
+    made = {TrainSource: TrainSource(data, 2, 0), EvalSource: EvalSource(data, 2)}
+    return Trainer(build(), made[train], made[test])
+
+
+def replace_clock(folder: Path) -> None:
+    facts = json.loads((folder / "facts.json").read_text())
+    (folder / "facts.json").write_text(json.dumps({**facts, "clock": 7}))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda path: Checkpoints(path, keep=1.5), r"checkpoint\.keep: expected an integer >= 0, got 1\.5"),
+        (lambda path: Checkpoints(path, every=0), r"checkpoint\.every: expected None or an integer >= 1, got 0"),
+        (lambda path: Checkpoints(path).save(build(), {"a": object()}), "cannot be written .*not JSON serializable"),
+        (lambda path: MultiStep(0.1, 3, 0), r"schedule\.epochs: expected an integer >= 1, got 0"),
+        (lambda path: trainer().fit(-1), "epochs: expected an integer >= 0, got -1"),
+        (
+            lambda path: trainer(EvalSource, TrainSource),
+            "train: expected a source with the attribute batches_per",
+        ),
+    ],
+)
+def test_arguments(call: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(PetraError, match=message):
+        call(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_name_of_a_checkpoint_is_its_clock_and_a_score_is_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pipeline, store = build(), Checkpoints(tmp_path)
+    for score in (0.5, float("nan")):
+        pipeline.train(RandomSource(), 2)
+        store.save(pipeline, {}, score)
+    assert json.loads((tmp_path / "000000004" / "facts.json").read_text())["score"] is None
+    (tmp_path / "000000004").rename(tmp_path / "000000009")
+    assert newest(tmp_path) == tmp_path / "000000002"
+    assert "000000009: expected the name 000000004, its microbatch" in caplog.text
+    replace_clock(tmp_path / "000000002")
+    with pytest.raises(PetraError, match="000000002: expected the name 000000007"):
+        restore(build(), tmp_path / "000000002")
+
+
+def test_weights_are_numbers_and_exports_of_a_run_are_equal(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / CONFIG).touch()
+    export(build(), tmp_path / "model.pt")
+    export(build(), tmp_path / "model.safetensors")
+    assert Weights.at(tmp_path, "run").path.suffix in (".pt", ".safetensors")
+    export(build(1), tmp_path / "model.pt")
+    with pytest.raises(PetraError, match="run: expected a run whose exports are equal"):
+        Weights.at(tmp_path, "run")
+    torch.save({"a.weight": torch.tensor([1.0, float("nan")])}, tmp_path / "other.pt")
+    with pytest.raises(PetraError, match=r"other\.pt, a\.weight: expected numbers, got NaN"):
+        load(tmp_path / "other.pt")
+
+
+def row(epoch: int, **changes: object) -> str:
+    return json.dumps({"epoch": epoch, "microbatches": 4 * epoch, "train_loss": 1.0, "test_loss": 1.5, **changes}) + "\n"
+
+
+def test_wandb_names_an_environment_variable_that_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="the extra 'wandb' is not installed")
+    monkeypatch.setenv("WANDB_MODE", "bogus")
+    with pytest.raises(PetraError, match=r"logger: wandb can't start .*mode"):
+        WandbLogger(tmp_path, {})
+
+
+@pytest.mark.parametrize(
+    ("rows", "summary", "message"),
+    [
+        (row(1) + row(1), None, r"metrics\.jsonl: expected epochs in order, got 1 after 1"),
+        (row(2) + row(1), None, r"metrics\.jsonl: expected epochs in order, got 1 after 2"),
+        (row(1, test_accuracy="high"), None, r"metrics\.jsonl: expected a number test_accuracy in line 1, got high"),
+        (row(1), {}, r"summary\.json: expected the summary of metrics\.jsonl, got another"),
+        (row(1), {"microbatches": 4, "test_loss": 1.25}, r"summary\.json: expected the summary of metrics\.jsonl"),
+    ],
+)
+def test_records_of_a_run(rows: str, summary: object, message: str, tmp_path: Path) -> None:
+    (tmp_path / METRICS).write_text(rows)
+    if summary is not None:
+        (tmp_path / SUMMARY).write_text(json.dumps(summary))
+    folder = RunFolder(tmp_path)
+    with pytest.raises(PetraError, match=message):
+        folder.rows() and folder.summary()
+    (tmp_path / METRICS).write_text(row(1, sample="text") + row(2, test_accuracy=float("nan")))
+    (tmp_path / SUMMARY).write_text(json.dumps({"microbatches": 4, "test_loss": 1.5}))
+    assert (len(folder.rows()), len(folder.summary())) == (2, 2)
