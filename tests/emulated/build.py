@@ -12,7 +12,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,46 +53,38 @@ def library() -> Path:
     if reason := missing():
         raise RuntimeError(reason)
     cache = Path(os.environ.get("PETRA_EMULATED_CACHE") or Path(tempfile.gettempdir()) / f"petra-emulated-{os.getuid()}")
-    target = cache / _key(sorted(SOURCES.iterdir())) / f"{MODULE}.so"
-    if target.exists():
-        return target
+    target = cache / _key() / f"{MODULE}.so"
     target.parent.mkdir(parents=True, exist_ok=True)
-    with open(cache / "lock", "w") as lock:  # several test processes may start at the same time
+    with open(target.parent / "lock", "w") as lock:  # several test processes may start at the same time
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _compile(cache, target)
+            _compile(target)
     return target
 
 
-def _key(sources: Sequence[Path]) -> str:
+def _key() -> str:
     parts = [importlib.metadata.version("torch"), str(torch_folder()), sys.version, str(compiler()), *FLAGS]
     digest = hashlib.sha256("\n".join(parts).encode())
-    for path in sources:
+    for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:20]
 
 
-def _compile(cache: Path, target: Path) -> None:
+def _compile(target: Path) -> None:
     torch = torch_folder()
     includes = [torch / "include", torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    flags = [*FLAGS, *(f"-I{path}" for path in includes)]
-    cxx = str(compiler())
-
-    headers = sorted(SOURCES.glob("*.h"))
+    flags = [str(compiler()), *FLAGS, *(f"-I{path}" for path in includes)]
 
     def compile_one(source: Path) -> str:
-        result = cache / f"{source.stem}-{_key([source, *headers])}.o"
-        if not result.exists():
-            unfinished = result.with_suffix(".unfinished.o")
-            subprocess.run([cxx, *flags, "-c", str(source), "-o", str(unfinished)], check=True)
-            unfinished.rename(result)
-        return str(result)
+        result = str(target.with_name(f"{source.stem}.o"))
+        subprocess.run([*flags, "-c", str(source), "-o", result], check=True)
+        return result
 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         objects = list(threads.map(compile_one, sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)))
     libraries = [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10", f"-Wl,-rpath,{torch / 'lib'}"]
     unfinished = target.with_suffix(".unfinished.so")
-    subprocess.run([cxx, "-shared", *objects, "-o", str(unfinished), *libraries], check=True)
+    subprocess.run([str(compiler()), "-shared", *objects, "-o", str(unfinished), *libraries], check=True)
     unfinished.rename(target)
 
 

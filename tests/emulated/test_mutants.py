@@ -119,7 +119,7 @@ def train_alone(name: str, settings: dict[str, Any]) -> dict[str, int]:
     return excess(runs.synchronizations(case), case)
 
 
-@pytest.mark.parametrize("name", core(MUTANTS, {1, 4}))
+@pytest.mark.parametrize("name", core(MUTANTS, {1, 2, 4, 5, 6, 7}))
 def test_planted_faults_are_caught(name: str) -> None:
     """By an error, other bits, or a synchronization of the host, with one of three seeds of the delays."""
     _, world, settings = MUTANTS[name]

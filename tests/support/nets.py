@@ -62,34 +62,24 @@ class Head(nn.Module):
 
 def mixed_net(channels: int = 4, dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Model:
     """Return a model of six blocks: stem, PETRA block, downsampling, two-function coupling, PETRA block, head."""
-
-    def converted(build: partial[nn.Module]) -> partial[nn.Module]:
-        return partial(_converted, build, dtype)
-
-    wide = 2 * channels
-    return Model(
-        "mixed",
-        (
-            BlockSpec("stem", converted(partial(Stem, channels))),
-            BlockSpec("block1", converted(partial(_coupling, channels, dropout))),
-            BlockSpec("down", converted(partial(Down, channels, dropout))),
-            BlockSpec("block2", converted(partial(_two_functions, wide, dropout))),
-            BlockSpec("block3", converted(partial(_coupling, wide, dropout))),
-            BlockSpec("head", converted(partial(Head, wide, 5))),
-        ),
-    )
+    narrow, wide = partial(branch, channels, dropout), partial(branch, 2 * channels, dropout)
+    builds = {
+        "stem": partial(Stem, channels),
+        "block1": partial(_made, Coupling, narrow),
+        "down": partial(Down, channels, dropout),
+        "block2": partial(_made, TwoFunctionCoupling, wide, wide),
+        "block3": partial(_made, Coupling, wide),
+        "head": partial(Head, 2 * channels, 5),
+    }
+    return Model("mixed", tuple(BlockSpec(name, partial(_converted, build, dtype)) for name, build in builds.items()))
 
 
-def _converted(build: partial[nn.Module], dtype: torch.dtype) -> nn.Module:
+def _made(kind: Callable[..., nn.Module], *functions: Callable[[], nn.Module]) -> nn.Module:
+    return kind(*(function() for function in functions))
+
+
+def _converted(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     return build().to(dtype)
-
-
-def _coupling(channels: int, dropout: float) -> Coupling:
-    return Coupling(branch(channels, dropout))
-
-
-def _two_functions(channels: int, dropout: float) -> TwoFunctionCoupling:
-    return TwoFunctionCoupling(branch(channels, dropout), branch(channels, dropout))
 
 
 class RandomSource:
