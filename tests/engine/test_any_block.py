@@ -120,11 +120,10 @@ class RunningMean(nn.Module):
         self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            if self.training and self.replaces:
-                self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
-            elif self.training:
-                self.mean.lerp_(x.mean(0), 0.1)
+        if self.training:
+            with torch.no_grad():
+                moved = self.mean.lerp(x.mean(0), 0.1)
+                self.mean = moved if self.replaces else self.mean.copy_(moved)
         return self.linear(x - self.mean)
 
 
@@ -143,18 +142,14 @@ STATEFUL: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "method"), [*zip([*STATEFUL, "own statistics"], ["reversible", "petra", "delayed", "petra", "backprop"], strict=True)]
-)
+@pytest.mark.parametrize(("name", "method"), [*zip(STATEFUL, ["reversible", "petra", "delayed", "petra"], strict=True)])
 def test_a_buffer_that_would_move_twice_per_microbatch_is_refused(name: str, method: str) -> None:
     build, buffer = STATEFUL[name]
-    pipeline = chain(Halves(), Coupling(build()), Coupling(build()), Halves(), linear(6, 3), method=method)
-    if method == "backprop":  # evaluates blocks once
-        pipeline.train(Vectors(), 2)
-        return
+    blocks = (Halves(), Coupling(build()), Coupling(build()), Halves(), linear(6, 3))
+    chain(*blocks, method="backprop").train(Vectors(), 2)  # evaluates blocks once
     expected = rf"block b[12]: expected buffers that a forward pass leaves as they are, .*, got a change of f\.{buffer}"
     with pytest.raises(ModelError, match=expected):
-        pipeline.train(Vectors(), 2)
+        chain(*blocks, method=method).train(Vectors(), 2)
 
 
 def test_a_layer_in_evaluation_mode_stays_frozen() -> None:

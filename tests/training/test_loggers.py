@@ -72,12 +72,11 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"a": 3, "torn')
     assert read_rows(path) == [{"a": 1}, {"a": 2}]
-    path.write_text('{"a": 1}\n{"a"\n{"a": 2}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl: expected a JSON object in line 2, got '{\"a\"'"):
-        read_rows(path)
-    path.write_text("[1]\n")
-    with pytest.raises(DataError, match=r"rows.jsonl: expected a JSON object in line 1, got \[1\]"):
-        read_rows(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match=r"rows.jsonl: can't be read"):
-        read_rows(path)
+    for content, message in (
+        (b'{"a": 1}\n{"a"\n{"a": 2}\n', "expected a JSON object in line 2, got '{\"a\"'"),
+        (b"[1]\n", r"expected a JSON object in line 1, got \[1\]"),
+        (b"\xff\xfe\x00", "can't be read"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=f"rows.jsonl: {message}"):
+            read_rows(path)
