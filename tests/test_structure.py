@@ -62,7 +62,9 @@ def nodes(*kinds: type[ast.AST]) -> list[tuple[Path, Any]]:
     return [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
-def test_functions_are_short() -> None:
+def test_files_and_functions_are_short() -> None:
+    assert not [path for path in modules(ROOT).values() if len(path.read_text(encoding="utf-8").splitlines()) > 400]
+    assert len([*(ROOT / "petra").glob("*.py")]) <= 12
     assert not [(path, f.name) for path, f in nodes(ast.FunctionDef, ast.AsyncFunctionDef) if f.end_lineno - f.lineno > 59]
 
 
@@ -71,27 +73,18 @@ def test_rooms_keep_their_budgets(places: tuple[str, ...]) -> None:
     assert budgets.size(*places) <= max(budgets.ROOMS[places])
 
 
-def test_every_folder_with_code_has_a_budget() -> None:
+def test_every_folder_with_code_has_a_budget_and_so_have_package_configuration_and_keys() -> None:
     assert not [path for path, place in budgets.sources().items() if place is None]
-
-
-def test_the_package_keeps_its_budget() -> None:
     places = [place for places in budgets.ROOMS for place in places if place.startswith(("petra/", "launch/"))]
     assert budgets.size(*places) <= budgets.BOTH.limit
+    assert sum(budgets.count(path) for path in (ROOT / "conf").rglob("*.yaml")) <= budgets.CONFIGURATION.limit
+    assert len(all_keys()) <= budgets.KEYS.limit
 
 
 @pytest.mark.processes
 def test_the_core_keeps_its_budget() -> None:
     """What a plain run imports of the engine counts, so that code does not leave the core by changing its folder only."""
     assert budgets.core_size() <= budgets.CORE.limit
-
-
-def test_configuration_keeps_its_budget() -> None:
-    assert sum(budgets.count(path) for path in (ROOT / "conf").rglob("*.yaml")) <= budgets.CONFIGURATION.limit
-
-
-def test_keys_keep_their_budget() -> None:
-    assert len(all_keys()) <= budgets.KEYS.limit
 
 
 @pytest.mark.parametrize("name", budgets.PARAMETERS)
@@ -114,11 +107,6 @@ def test_lines_are_not_packed() -> None:
     mark = "# fmt" + ":"
     counts = [(ROOT / path).read_text(encoding="utf-8").count(mark) for path in budgets.sources()]
     assert sum(counts) <= budgets.UNFORMATTED.limit
-
-
-def test_files_are_short() -> None:
-    assert not [path for path in modules(ROOT).values() if len(path.read_text(encoding="utf-8").splitlines()) > 400]
-    assert len([*(ROOT / "petra").glob("*.py")]) <= 12
 
 
 def test_docstrings_name_the_thing_or_begin_with_a_verb() -> None:

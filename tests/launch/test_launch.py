@@ -63,16 +63,11 @@ def test_every_key_has_a_meaning() -> None:
         assert not [name for name, row in rows_of(group).items() if not row.meaning and name != "_target_"]
 
 
-def test_remedies_are_built_in_microbatches() -> None:
-    setup = planned("remedy=pipemare")
-    assert setup.recipe(100).remedies == (Discount(500), Correction(0.135))
-
-
-@pytest.mark.parametrize(("remedy", "method"), [("braking.Braking", "petra"), ("dc_asgd.DelayCompensation", "delayed")])
-def test_remedies_outside_the_package_are_named_by_target(remedy: str, method: str) -> None:
-    setup = planned(f"method={method}", f"remedy._target_=examples.remedies.{remedy}")
-    (found,) = setup.recipe(100).remedies
-    assert type(found).__name__ == remedy.partition(".")[2]
+def test_remedies_are_built_in_microbatches_and_those_outside_the_package_are_named_by_target() -> None:
+    assert planned("remedy=pipemare").recipe(100).remedies == (Discount(500), Correction(0.135))
+    for remedy, method in (("braking.Braking", "petra"), ("dc_asgd.DelayCompensation", "delayed")):
+        (found,) = planned(f"method={method}", f"remedy._target_=examples.remedies.{remedy}").recipe(100).remedies
+        assert type(found).__name__ == remedy.partition(".")[2]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
-from launch import evaluate, generate, predict, resume
+from launch import evaluate, resume
 from launch.config.compose import compose_overrides
 from launch.run.records import default_folder
 from launch.run.training import run
@@ -263,23 +262,6 @@ def test_an_export_without_a_clock_is_older_than_any_checkpoint(trained: Path, c
     path, _, said = evaluated(capsys)
     assert path == "first/model.pt"
     assert "weights of first/model.pt, which does not record its microbatch" in said
-
-
-def test_generate_and_predict_take_the_newest_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("text").write_bytes(b"abc def" * 300)
-    Image.new("RGB", (8, 8)).save("x.png")
-    texts = ("data=text", "data.root=text", "model=revgpt", "model.dim=8", "model.heads=2", "model.depth=1", "data.size=8")
-    images = ("data=digits", "model=revnet18", "model.width=0.0625")
-    common = ("k=2", "data.batch_size=4", "trainer.device=cpu", "trainer.limit_batches=2", "resume=auto")
-    for words, command, folder, *rest in ((texts, generate, "a", "--tokens=1", "--prompt=a"), (images, predict, "b", "x.png")):
-        for epochs, kind in ((1, "pt"), (2, "none")):
-            commands.train(*words, *common, f"run_dir={folder}", f"trainer.epochs={epochs}", f"trainer.export={kind}")
-        capsys.readouterr()
-        command.main([folder, *rest])
-        assert f"weights of {folder}/checkpoints/000000004, after microbatch 4 (2 epochs done)" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from launch.config.schema import GIVEN, SECTIONS
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up
 from launch.run.folder import as_data, changes_results, read_config
-from launch.run.targets import imported
 from launch.sweep import jobs
 from petra import ConfigError
 from petra.data import DATASETS
@@ -67,6 +66,8 @@ def test_shipped_targets_are_those_of_the_registries() -> None:
     for group, registry in (("model", MODELS), ("data", DATASETS), ("optim", OPTIMIZERS)):
         assert {*map(get_object, targets(group))} == {*registry.values()}  # type: ignore[attr-defined]
     assert {*accepted(all_keys()["trainer.export"].hint)} == {"none", *FORMATS}
+    assert not changes_results("data.split")  # a resumed run may evaluate another part of any data set
+    assert changes_results("data.validation")
 
 
 def test_a_key_of_an_experiment_that_another_model_lacks_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,10 +77,7 @@ def test_a_key_of_an_experiment_that_another_model_lacks_is_left_out(capsys: pyt
     with pytest.raises(ConfigError, match=r"model\.width: expected null for revvit, which has the options patch, dim, "):
         compose_overrides(["model=revvit", "model.width=0.5"])
     assert compose_overrides(["model=revvit", "model.width=null"]).model.options["patch"] == 4
-    assert compose_overrides(["model.width=null"]).model.options["width"] == 1
-
-
-def test_null_is_the_default_of_the_signature() -> None:
+    assert compose_overrides(["model.width=null"]).model.options["width"] == 1  # null is the default of the signature
     assert compose_overrides(["schedule.milestones=null"]).schedule.options["milestones"] == []
 
 
@@ -118,11 +116,6 @@ def test_the_folder_of_a_run_is_data(text: str, trusted: bool, message: str, tmp
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_config(tmp_path / "config.yaml", OmegaConf.create(), trusted=trusted)
-
-
-def test_a_resumed_run_may_evaluate_another_part_of_any_data_set() -> None:
-    assert not changes_results("data.split")
-    assert changes_results("data.validation")
 
 
 OWN = ("model._target_=mine.network", "data._target_=mine.rows", "data.classes=3", "data.size=8")
@@ -164,6 +157,7 @@ def test_an_own_model_and_data_set_from_the_command_line(folder: Path, capsys: p
         (["model._target_=mine.none"], "model._target_: expected a function of mine, got none"),
         (["model._target_=mine.rows"], "model._target_: expected a function that returns a petra.model.Model, got mine.rows"),
         (["data._target_=mine.network"], "data._target_: expected a function that returns a petra.data.*Dataset, got mine.network"),
+        (["data._target_=broken_module.rows"], r"data\._target_: broken_module can't be imported \(ZeroDivisionError: division by"),
         (["data.classes=4"], r"data\.classes: expected 3 for rows, got 4"),
         (["model.width=0.5"], r"model\.width: expected null for mine\.network, which has the options depth, got 0\.5"),
         (["model._target_=mine:network"], "model._target_: expected .* or module.function of your own, got mine:network"),
@@ -171,13 +165,6 @@ def test_an_own_model_and_data_set_from_the_command_line(folder: Path, capsys: p
     ],
 )
 def test_errors_of_own_functions_are_one_line(overrides: list[str], message: str, folder: Path) -> None:
+    (folder / "broken_module.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=message):
         set_up(compose_overrides([*OWN, *SMALL, *overrides]), ALONE)
-
-
-def test_an_error_while_a_module_is_imported_names_the_module(folder: Path) -> None:
-    (folder / "broken_module.py").write_text("1 / 0")
-    with pytest.raises(
-        ConfigError, match=r"data\._target_: broken_module can't be imported \(ZeroDivisionError: division by zero\)"
-    ):
-        imported("data._target_", "broken_module.rows")
