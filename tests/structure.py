@@ -3,8 +3,6 @@
 A room is a folder of ``petra/`` or ``launch/``, a file at the root of either, or ``reproduction/``.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Benchmarks: contestants compute the same, commands run with tiny sizes; grid, search and records of the staleness benchmark."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

@@ -1,7 +1,5 @@
 """The device that a process binds, on a machine with two fake GPUs; collectives that end because another rank has given up."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Pages tell the truth: commands parse, compose and plan, snippets run, links lead somewhere, made pages are up to date."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The examples run, at small sizes, and write what they say."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The structure that docs/design.md describes: rooms in layers, and pieces small enough to read."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """Private names of torch, and the memory that a process keeps: page faults show whether the allocator reuses freed tensors."""
 
-from __future__ import annotations
-
 import gc
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Figures: what they show, that nothing covers it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from xml.etree import ElementTree

@@ -1,7 +1,5 @@
 """Files that can be read, but are not what was meant: refused in one line that names them, or named in a warning."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Data sources, augmentation of images in memory, data sets without files, text, and invalid settings of all data sets."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Image files in folders of classes, and CIFAR and ImageNet32 in small files of their original formats."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Data sets of other libraries as microbatches: order, augmentation, workers, resuming, replicas, and errors."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Worker processes that prepare microbatches: correct results in order, and no process left behind."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Token files from text: what is written decodes to the text, and documents are delimited and divided."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

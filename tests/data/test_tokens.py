@@ -1,7 +1,5 @@
 """Files of tokens: windows against slices of NumPy arrays, and damaged files."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Triton kernels: in Triton's interpreter against the plain operations, and compiled for GPUs that are not present."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

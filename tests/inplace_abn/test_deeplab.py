@@ -1,7 +1,5 @@
 """DeepLabV3: shapes, parameters, dilation, and exact gradients in a pipeline."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """InPlace-ABN, and networks with it, against BatchNorm and activation with ordinary autograd."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Images with a class for each pixel: layouts, windows, tiles, sampling, and errors that name the file."""
 
-from __future__ import annotations
-
 import random
 import struct
 import zlib

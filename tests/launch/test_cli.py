@@ -1,7 +1,5 @@
 """The command ``petra`` and all commands at a terminal: arguments, what imports torch, any encoding, closed pipes, Ctrl-C."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Nodes of a cluster: their ranks, environment variables of NCCL and gloo, GPUs of ranks, and several nodes at once."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """launch.doctor and launch.selftest: links with a known speed, machines with known problems, and what counts as a failure."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """Runs that are killed, stopped, out of memory or asked to stop, also under torchrun; open ports, and secrets in output."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

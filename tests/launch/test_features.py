@@ -1,7 +1,5 @@
 """Options of training: precision, compilation, metrics, export and evaluation, loggers, presets, the dry run, help."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

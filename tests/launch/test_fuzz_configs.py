@@ -8,8 +8,6 @@ and the pipeline as in ``launch.train``. One in fifty is a whole run with its fo
 large for the machine is a valid configuration.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import random
 import signal

@@ -1,7 +1,5 @@
 """From text to text: tokenize, train over several stages, evaluate, generate."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Valid and invalid configurations, and whole runs in one process and under torchrun."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

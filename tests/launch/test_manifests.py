@@ -1,7 +1,5 @@
 """Files for other programs (Dockerfile, Compose, Slurm, Kubeflow, SkyPilot), and the commands of an installed wheel."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """launch.plan, the file of unequal machines, settings chosen automatically, and what they change in the partition."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Predictions for new images, segmentation runs from a configuration, and the process group's end."""
 
-from __future__ import annotations
-
 import gc
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports and comparisons of runs from their folders, and the records that they are made from."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Starts of a run: default folders, initial weights, petra resume, changed settings, and the weights that are read."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

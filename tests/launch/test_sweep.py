@@ -1,7 +1,5 @@
 """launch.sweep: which runs start, which are skipped, and the table of results."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What ``_target_`` names: keys read from the source of petra without torch, and functions of a user's own (docs/own_model.md)."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

@@ -1,7 +1,5 @@
 """Transformers: every option against plain formulas in float64, training with every method against autograd, generation of text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import islice, product
 

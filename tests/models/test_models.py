@@ -1,7 +1,5 @@
 """Convolutional networks, models of existing modules, and the example of docs/own_model.md."""
 
-from __future__ import annotations
-
 import math
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Costs by number of stages and by depth: measured, against closed forms."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

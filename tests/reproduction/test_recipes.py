@@ -1,7 +1,5 @@
 """What the presets set, compared with the recipes and tables of the papers and the figures in reproduction.paper."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import NamedTuple
 

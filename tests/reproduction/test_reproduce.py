@@ -1,7 +1,5 @@
 """Reproductions and records: which finished runs a table uses, what is trained, the tables, and the errors."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
