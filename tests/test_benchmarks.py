@@ -32,18 +32,13 @@ def test_reversible_peers_have_the_gradients_of_plain_autograd(name: str) -> Non
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def run(main: object, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> dict[str, object]:
-    """Run a benchmark, and return the figures that it saves."""
-    monkeypatch.setattr(sys, "argv", ["benchmark", "--out", str(folder / "figures.json"), "--rounds", "1", *arguments])
-    main()  # type: ignore[operator]
-    return json.loads((folder / "figures.json").read_text())
-
-
 @pytest.mark.processes
 def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the command, which itself compares each contestant's first update with plain autograd's."""
     sizes = ["--k=1,3", "--blocks=2", "--channels=4", "--size=4", "--batch=2", "--microbatches=1", "--threads=1"]
-    found = run(pipelines.main, monkeypatch, tmp_path, *sizes)
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--out", str(tmp_path / "figures.json"), "--rounds=1", *sizes])
+    pipelines.main()
+    found = json.loads((tmp_path / "figures.json").read_text())
     missing = found["not_installed"]
     assert set(found["periods"]) == {"1", "3"}
     for row in found["periods"].values():

@@ -24,9 +24,6 @@ def numbered():
     return replace(data, train=replace(data.train, targets=partial(labels_of, torch.arange(23))))
 
 
-# --- training ---
-
-
 def test_epochs_visit_images_in_random_order_and_drop_an_incomplete_microbatch(numbered):
     source = TrainSource(numbered, batch_size=5, seed=0)
     assert source.batches_per_epoch == 4
@@ -107,9 +104,6 @@ def test_arguments_are_checked_when_a_source_is_made(numbered, changes, message)
                 kind(**{"dataset": numbered, "batch_size": 4, **arguments, **changes})
 
 
-# --- augmentation ---
-
-
 def test_normalised_augmented_images_against_a_loop_over_pixels():
     """The reader equals, bit for bit, a loop over pixels with the same random numbers."""
     generator = torch.Generator().manual_seed(1)
@@ -128,9 +122,6 @@ def test_normalised_augmented_images_against_a_loop_over_pixels():
         mean, std = (np.float32(255) * np.float32(moment[channel]) for moment in moments)
         expected[i, channel, row, column] = (np.float32(value) - mean) / std
     assert np.array_equal(found.numpy(), expected)
-
-
-# --- evaluation ---
 
 
 @pytest.mark.parametrize(("batch_size", "batches", "padded"), [(1, 5, 0), (2, 3, 1), (7, 1, 2)])

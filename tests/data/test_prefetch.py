@@ -19,6 +19,7 @@ import torch
 from petra.data import TrainSource, load_dataset
 from petra.data.prefetch import PREFETCH_FACTOR, Prefetcher, _ignore_signals
 from petra.errors import DataError
+from tests.support.processes import is_running
 
 
 def doubled(m: int) -> torch.Tensor:
@@ -81,14 +82,11 @@ def faulty(fault: Callable[[], object], m: int) -> torch.Tensor:
     return torch.zeros(1000)
 
 
-def limited() -> None:
-    """Set a limit on the size of files, which stands for a full /dev/shm."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-
-
 FAULTS = {
     r"data\.workers=1: can't prepare data \(DataLoader worker .*/dev/shm": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    r"data\.workers: no room in shared memory .*--shm-size": limited,
+    r"data\.workers: no room in shared memory .*--shm-size": partial(
+        resource.setrlimit, resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY)
+    ),
     r"data\.workers=1: can't prepare data \(DataLoader timed out after 3 seconds": lambda: time.sleep(60),
     "division by zero": lambda: 1 // 0,
 }
@@ -148,12 +146,4 @@ def test_no_worker_outlives_its_parent(end: str) -> None:
         parent.kill()
     parent.join(timeout=60)
     assert parent.exitcode == (-signal.SIGKILL if end == "killed" else 2)
-    assert eventually(lambda: not any(_alive(pid) for pid in workers))  # a worker checks its parent every 5 s
-
-
-def _alive(pid: int) -> bool:
-    """Return whether a process is running, and no zombie, which has ended and nobody waits for."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
+    assert eventually(lambda: not any(is_running(pid) for pid in workers))  # a worker checks its parent every 5 s

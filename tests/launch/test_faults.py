@@ -24,6 +24,7 @@ from petra.specs import Streams
 from stress.kill_many import RUN, children
 from tests.structure import ROOT
 from tests.support.forked import Forked, used
+from tests.support.processes import is_running
 
 LONG = (
     *("data=synthetic", "data.images=10000", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),
@@ -244,14 +245,6 @@ def test_processes_stop_when_their_agent_is_killed(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert list((tmp_path / "run" / "checkpoints").glob("0*"))
-
-
-def is_running(pid: int) -> bool:
-    """Return whether a process exists and has not ended; a zombie has."""
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
 
 
 def listeners(pid: int) -> set[str]:

@@ -89,9 +89,6 @@ def test_metrics_follow_the_data() -> None:
     assert means(result, "images") == {"loss": 1.5, "accuracy": 0.5}
 
 
-# --- export and evaluation ---
-
-
 @pytest.mark.parametrize("suffix", ["pt", "safetensors"])
 def test_exports_load_strictly_and_back_into_a_pipeline(suffix: str, tmp_path: Path) -> None:
     if suffix == "safetensors":
@@ -148,9 +145,6 @@ def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monk
     OmegaConf.save(OmegaConf.create(as_data(compose_overrides([]))), tmp_path / "config.yaml")
     monkeypatch.chdir(tmp_path)
     assert refused(evaluate, words).startswith(message)
-
-
-# --- configuration ---
 
 
 ROWS = re.findall(r"\| `(experiment=[^`]*)` \|", (ROOT / "docs" / "experiments.md").read_text())

@@ -140,13 +140,6 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_module(site: Path, cwd: Path, *words: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_a_wheel_installs_only_petra(wheel: Path) -> None:
     names = ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"petra"}
@@ -157,9 +150,14 @@ def test_a_wheel_installs_only_petra(wheel: Path) -> None:
 
 def test_train_in_two_processes_export_evaluate_and_load_in_pytorch(site: Path, tmp_path: Path) -> None:
     """The sweep starts the processes of its run as petra train --nproc does."""
-    swept = run_module(site, tmp_path, "petra", "sweep", "--processes", "2", "--out", "out", *TINY, "trainer.export=pt")
-    assert "1 of 1 runs finished" in swept
-    numbers = json.loads(run_module(site, tmp_path, "petra", "evaluate", "out/run"))
-    assert numbers["images"] == 4
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    printed = list[str]()
+    for words in (["sweep", "--processes", "2", "--out", "out", *TINY, "trainer.export=pt"], ["evaluate", "out/run"]):
+        command = [sys.executable, "-m", "petra", *words]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150)
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append(done.stdout)
+    assert "1 of 1 runs finished" in printed[0]
+    assert json.loads(printed[1])["images"] == 4
     weights = torch.load(tmp_path / "out" / "run" / "model.pt", weights_only=True)
     assert any("head" in name for name in weights)

@@ -185,9 +185,6 @@ def test_a_run_past_the_epochs_asked_for_is_refused(trained: Path, monkeypatch: 
     assert json.loads((trained / "summary.json").read_text())["epochs"] == 2
 
 
-# --- which weights of a run are the trained ones ---
-
-
 class StoppedAtOnce(StopRequest):
     """A request to stop that is there from the start, without signals."""
 

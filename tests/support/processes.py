@@ -127,3 +127,11 @@ def torchrun_variables(world: int, port: int) -> dict[str, Any]:
     """Return torchrun's environment variables that are the same in all processes, with a store at a port."""
     variables = {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     return variables | {"TORCHELASTIC_USE_AGENT_STORE": True}
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is no zombie, which has ended and nobody waits for."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
