@@ -57,22 +57,6 @@ def images_of(preset: str) -> int:
     return IMAGES[preset.split("/")[1].removesuffix("_backprop").removesuffix("_resnet")]
 
 
-def rate_by_epoch(recipe: Recipe, peak: float, epoch: int) -> float:
-    """Return the learning rate at the end of an epoch, from the printed numbers."""
-    rate = peak * min(1.0, epoch / recipe.warmup)
-    return rate * 0.1 ** sum(epoch > drop for drop in recipe.drops)
-
-
-def assert_rates(config: Config, images: int, recipe: Recipe, peak: float) -> None:
-    microbatches = images // config.data.batch_size
-    schedule = learning_rate(config, microbatches)
-    for epoch in range(1, recipe.length + 1):
-        assert schedule(epoch * microbatches) == pytest.approx(rate_by_epoch(recipe, peak, epoch)), epoch
-    assert schedule(1) == pytest.approx(peak / (recipe.warmup * microbatches))
-    for drop in recipe.drops:
-        assert schedule(drop * microbatches + 1) == pytest.approx(0.1 * schedule(drop * microbatches))
-
-
 def assert_optimizer(config: Config, recipe: Recipe) -> None:
     optim = config.optim
     expected = {"momentum": recipe.momentum, "nesterov": recipe.nesterov, "weight_decay": recipe.weight_decay}
@@ -80,41 +64,38 @@ def assert_optimizer(config: Config, recipe: Recipe) -> None:
     assert config.schedule.options["gamma"] == 0.1
 
 
-@pytest.mark.parametrize(("preset", "k"), all_pairs(BASELINES, (PETRA_ACCUMULATIONS[0], PETRA_ACCUMULATIONS[-1])))
-def test_petras_recipe(preset: str, k: int) -> None:
+PETRAS = all_pairs(BASELINES, (PETRA_ACCUMULATIONS[0], PETRA_ACCUMULATIONS[-1]))
+
+
+@pytest.mark.parametrize(("preset", "k"), [*PETRAS, *((preset, None) for preset in BASELINES)])
+def test_petras_recipe_and_its_baselines_which_make_one_microbatch_of_a_batch(preset: str, k: int | None) -> None:
     recipe = RECIPES[preset]
-    config = compose(f"experiment={preset}", "method=petra", f"k={k}")
-    assert config.data.batch_size == PETRA_BATCH == 64
+    if k is None:
+        config, peak = compose(f"experiment={preset}_backprop", "model=resnet18"), recipe.peak
+        assert (config.method.name, config.k, config.data.batch_size) == ("backprop", 1, recipe.batch)
+        assert compose(f"experiment={preset}_backprop", "model=revnet18", "method=reversible").k == 1
+    else:
+        config, peak = compose(f"experiment={preset}", "method=petra", f"k={k}"), 0.1 * 64 * k / 256
+        assert config.data.batch_size == PETRA_BATCH == 64
     assert config.trainer.epochs == recipe.length
     assert_optimizer(config, recipe)
-    assert_rates(config, images_of(preset), recipe, peak=0.1 * 64 * k / 256)
+    microbatches = images_of(preset) // config.data.batch_size
+    schedule = learning_rate(config, microbatches)
+    for epoch in range(1, recipe.length + 1):  # the rate at its end, from the printed numbers
+        rate = peak * min(1.0, epoch / recipe.warmup) * 0.1 ** sum(epoch > drop for drop in recipe.drops)
+        assert schedule(epoch * microbatches) == pytest.approx(rate), epoch
+    assert schedule(1) == pytest.approx(peak / (recipe.warmup * microbatches))
+    for drop in recipe.drops:
+        assert schedule(drop * microbatches + 1) == pytest.approx(0.1 * schedule(drop * microbatches))
 
 
-@pytest.mark.parametrize("preset", BASELINES)
-def test_petras_baselines_make_one_microbatch_of_a_batch(preset: str) -> None:
-    recipe = RECIPES[preset]
-    config = compose(f"experiment={preset}_backprop", "model=resnet18")
-    assert (config.method.name, config.k, config.data.batch_size) == ("backprop", 1, recipe.batch)
-    assert config.trainer.epochs == recipe.length
-    assert_optimizer(config, recipe)
-    assert_rates(config, images_of(preset), recipe, peak=recipe.peak)
-    assert compose(f"experiment={preset}_backprop", "model=revnet18", "method=reversible").k == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "preset", "microbatch"),
-    [
-        ("revnet/cifar10", "revnet/cifar10", 100),
-        ("revnet/imagenet", "revnet/imagenet", 64),
-        ("revnet/imagenet", "revnet/imagenet_resnet", 32),
-    ],
-)
-def test_revnets_recipes(name: str, preset: str, microbatch: int) -> None:
-    recipe = RECIPES[name]
-    config = compose(f"experiment={preset}", "model=revnet38")
+@pytest.mark.parametrize(("preset", "microbatch"), [("cifar10", 100), ("imagenet", 64), ("imagenet_resnet", 32)])
+def test_revnets_recipes(preset: str, microbatch: int) -> None:
+    recipe = RECIPES[f"revnet/{preset.removesuffix('_resnet')}"]
+    config = compose(f"experiment=revnet/{preset}", "model=revnet38")
     assert (config.data.batch_size, config.data.batch_size * config.k) == (microbatch, recipe.batch)
     assert_optimizer(config, recipe)
-    microbatches = images_of(preset) // microbatch
+    microbatches = images_of(f"revnet/{preset}") // microbatch
     schedule = learning_rate(config, microbatches)
     updates = microbatches / config.k
     # An epoch of ImageNet has 5004.5 updates, so the drops are at whole epochs next to the printed numbers of updates.
@@ -123,7 +104,7 @@ def test_revnets_recipes(name: str, preset: str, microbatch: int) -> None:
     for epoch in range(1, config.trainer.epochs + 1):
         drops = sum(epoch > milestone for milestone in config.schedule.options["milestones"])
         assert schedule(epoch * microbatches) == pytest.approx(recipe.peak * 0.1**drops)
-    assert name != "revnet/cifar10" or config.data.options["mean_image"]
+    assert preset != "cifar10" or config.data.options["mean_image"]
 
 
 @pytest.mark.parametrize("model", paper.PARAMETERS)
@@ -168,23 +149,16 @@ TABLE4 = {
 """InPlace-ABN, Table 4 (section 4.2)."""
 
 
-def row(config: Config) -> tuple[object, ...]:
-    """Return what distinguishes the rows of Tables 3 and 4."""
-    model, data = config.model.options, config.data
-    return (data.name, model["body"], model["norm"], data.batch_size, data.size, data.options["sampling"])
-
-
 def test_every_row_of_the_tables_has_a_preset() -> None:
     table3 = {(*column, norm, *crops, "shuffle") for norm, *cells in CELLS for column, crops in zip(COLUMNS, cells, strict=True)}
     found, classified = set(), set()
     for name in NAMES:
         config = compose(f"experiment=inplace_abn/{name}")
+        model, data = config.model.options, config.data
         if name.startswith("imagenet"):
-            classified.add(
-                (config.model.name, config.model.options["norm"], config.model.options["activation"], config.data.batch_size)
-            )
+            classified.add((config.model.name, model["norm"], model["activation"], data.batch_size))
         else:
-            found.add(row(config))
+            found.add((data.name, model["body"], model["norm"], data.batch_size, data.size, data.options["sampling"]))
     assert found == table3 | TABLE4
     assert classified == IMAGENET
 
