@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hydra import compose, initialize_config_dir
 from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
@@ -29,9 +28,7 @@ import petra
 from docs.reference import page
 from examples.own_model import Patches, branch
 from launch.cli import take_processes
-from launch.config import CONF
-from launch.config.compose import register
-from launch.config.read import to_config
+from launch.config.compose import compose_overrides
 from launch.config.schema import Config
 from launch.run.build import set_up
 from launch.runtime.rank import Process
@@ -186,16 +183,10 @@ def labels(drawing: Path) -> list[str]:
     return re.findall(r"<text [^>]*>([^<]*)</text>", drawing.read_text(encoding="utf-8"))
 
 
-def composed(*overrides: str) -> Any:
-    register()
-    with initialize_config_dir(CONF, version_base="1.3"):
-        return compose("config", [*overrides])
-
-
 @cache
 def configured(*overrides: str) -> Config:
     """Return the configuration of a command line. Pages repeat command lines."""
-    return to_config(composed(*overrides))
+    return compose_overrides([*overrides])
 
 
 @cache
@@ -288,36 +279,24 @@ def test_snippets_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_settings_that_the_clusters_page_lists_have_these_defaults() -> None:
     text = (ROOT / "docs" / "clusters.md").read_text()
-    config = composed()
+    config = configured()
     rows = re.findall(r"^\| `(cluster|trainer)\.(\w+)` \| (\S+)(?: s)? \|", text, re.MULTILINE)
-    assert {key for group, key, _ in rows if group == "cluster"} == set(config.cluster)
+    assert {key for group, key, _ in rows if group == "cluster"} == set(vars(config.cluster))
     for group, key, default in rows:
-        assert config[group][key] == yaml.safe_load(default)
+        assert getattr(getattr(config, group), key) == yaml.safe_load(default)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the site. A broken link or anchor, and a page that the navigation lacks, are warnings, which end the build."""
+@pytest.mark.processes
+def test_the_site_builds_and_has_an_entry_for_every_public_name(tmp_path: Path) -> None:
+    """A broken link or anchor, and a page that the navigation lacks, are warnings, which end the build."""
     for name in ("mkdocs", "material", "mkdocstrings_handlers.python"):
         pytest.importorskip(name, reason="needs pip install -e '.[docs]'")
-    folder = tmp_path_factory.mktemp("site")
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    return folder
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "package", ["petra", *(f"petra.{name}" for name in ("reversible", "models", "data", "training", "nn", "plan", "staleness"))]
-)
-def test_every_public_name_has_an_entry(site: Path, package: str) -> None:
-    entries = set(re.findall(r'id="([\w.]+)"', (site / "api" / package / "index.html").read_text(encoding="utf-8")))
-    assert {f"{package}.{name}" for name in import_module(package).__all__} <= entries
-
-
-@pytest.mark.processes
-def test_docstrings_show_no_markup_of_another_language(site: Path) -> None:
-    for path in (site / "api").rglob("*.html"):
+    for package in ("petra", *(f"petra.{name}" for name in ("reversible", "models", "data", "training", "plan", "staleness"))):
+        entries = set(re.findall(r'id="([\w.]+)"', (tmp_path / "api" / package / "index.html").read_text(encoding="utf-8")))
+        assert {f"{package}.{name}" for name in import_module(package).__all__} <= entries
+    for path in (tmp_path / "api").rglob("*.html"):  # docstrings show no markup of another language
         assert not re.findall(r":(?:class|func|meth|data|mod|attr):", path.read_text(encoding="utf-8")), path

@@ -94,24 +94,20 @@ def test_scales_flips_and_positions() -> None:
     assert abs(scales.mean() - 1.35) < 0.02
     for w in windows:
         for start, side, part in zip((w.left, w.top), whole, size, strict=True):
-            resized = scaled(side, w.scale)
-            assert min(0, resized - part) <= start <= max(0, resized - part)
+            room = scaled(side, w.scale) - part
+            assert min(0, room) <= start <= max(0, room)
 
 
 def test_tiles_count_every_pixel_once(root: Path) -> None:
     """Images of 40x52, 24x24 and 30x70 pixels in tiles of 24x24, with a padded last microbatch."""
     data = load(root)
     assert data.test.count == 2 * 3 + 1 + 2 * 3
-    source, seen = EvalSource(data, 4), Counter[int]()
-    targets = torch.cat([source.targets(m) for m in range(source.batches)])
-    images = torch.cat([source.inputs(m) for m in range(source.batches)])
+    source = EvalSource(data, 4)
+    images, targets = (torch.cat([read(m) for m in range(source.batches)]) for read in (source.inputs, source.targets))
     counted = targets != IGNORED
     assert torch.allclose(values_in(images)[counted], targets[counted].float(), atol=0.02)
-    seen.update(targets[counted].tolist())
-    expected = Counter[int]()
-    for path in (root / "labels" / "val").iterdir():
-        expected.update(np.asarray(Image.open(path)).flatten().tolist())
-    assert seen == expected
+    expected = np.concatenate([np.asarray(Image.open(path)).flatten() for path in (root / "labels" / "val").iterdir()])
+    assert Counter(targets[counted].tolist()) == Counter(expected.tolist())
 
 
 def test_class_uniform_sampling_shows_all_classes_equally_often() -> None:
