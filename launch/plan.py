@@ -103,7 +103,9 @@ class Row:
     def setting(self) -> list[str]:
         """Return the keys of a configuration that select the method, its partition and its delays."""
         name, delay = self.method.name.partition(",")[0], self.method.delay
-        chosen: dict[str, object] = {"method": name, "trainer.stages": list(self.tuned.stages)}
+        chosen: dict[str, object] = {"method": name}
+        if {*self.tuned.stages} != {1}:  # by default, each block is a stage
+            chosen["trainer.stages"] = list(self.tuned.stages)
         if delay not in ((), METHODS[name].delay):
             chosen["method.delay"] = delay if isinstance(delay, int) else list(delay)
         return [f"{key}={value}".replace(" ", "") for key, value in chosen.items()]

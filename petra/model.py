@@ -333,7 +333,7 @@ def _check_distinct(name: str, modules: Mapping[str, nn.Module]) -> None:
         own = {id(t): (key, tensor) for tensor, t in chain(module.named_parameters(), module.named_buffers())}
         for tensor in own.keys() & owners.keys():
             other, found = owners[tensor][0], own[tensor][1]
-            expected = "tensors of its own, as blocks may be in different processes (put layers with tied weights into one block)"
+            expected = "tensors of its own (one block for tied layers, or head.weight = copy.deepcopy(embedding.weight))"
             raise invalid(f"block {key} of model {name}", expected, f"{found}, which belongs to block {other} too", ModelError)
         owners |= own
 

@@ -8,6 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import EngFormatter
+
 from petra.analysis.plots import Panel, curve_panels, gradient_panels, grid, svg, timeline
 from petra.analysis.timeline import read_trace
 from petra.training.progress import value_text
@@ -109,4 +111,6 @@ def _cell(value: Any) -> str:
     """Return a value of summary.json as text."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
+    if isinstance(value, int) and value >= 10_000_000:
+        return str(EngFormatter(places=0)(value))  # 302 M
     return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)

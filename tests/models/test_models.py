@@ -1,5 +1,6 @@
 """Convolutional networks, models of existing modules, and the example of docs/own_model.md."""
 
+import copy
 import math
 import os
 import runpy
@@ -236,6 +237,8 @@ def test_weights_tied_between_blocks_are_refused() -> None:
     head.weight = embedding.weight
     with pytest.raises(ModelError, match=r"block head of model mine: expected tensors of its own.* belongs to block embedding too"):
         Model.of("mine", {"embedding": embedding, "head": head})
+    head.weight = copy.deepcopy(embedding.weight)  # as the message says
+    Model.of("mine", {"embedding": embedding, "head": head})
     layer = nn.Linear(4, 4)
     model = Model("mine", (BlockSpec("a", lambda: layer), BlockSpec("b", lambda: layer)))
     with pytest.raises(ModelError, match="block a: expected a function that builds a new module at each call"):
