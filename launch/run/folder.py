@@ -22,10 +22,10 @@ CONFIG, METRICS, UPDATES, SUMMARY, CHECKPOINTS = "config.yaml", "metrics.jsonl",
 GRADIENTS = "gradients.jsonl"
 RECORD = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
-FORMAT = 2
-"""Layout of run folders and checkpoints."""
-LAST_READER = "f6a0b0a2"
-"""The last commit that reads layout 1, which had no number."""
+FORMAT = 3
+"""Layout of run folders and checkpoints: it changes with the keys of the configuration."""
+LAST_READERS = {1: "f6a0b0a2", 2: "c9a6d9dd"}
+"""The last commit that reads each earlier layout. The first had no number."""
 TRUST = "--trust"
 """Flag of commands that read the folder of a run: import code outside of petra that its configuration names."""
 
@@ -45,7 +45,7 @@ def require_format(found: Mapping[Any, Any], source: Path) -> None:
         ConfigError: If it is another one.
     """
     number = found.get("format", 1)
-    reader = f"; commit {LAST_READER} is the last that reads it" if number == 1 else ""
+    reader = f"; commit {LAST_READERS[number]} is the last that reads it" if number in LAST_READERS else ""
     require(number == FORMAT, str(source), f"a run of format {FORMAT}", f"one of format {number}{reader}")
 
 
