@@ -110,15 +110,20 @@ def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str,
     Args:
         seconds: Processor seconds of a process, from :func:`uninterrupted`.
         expected: Results of :func:`uninterrupted`.
-        agents: Number of torchrun's agents that share the processes, as on so many machines.
+        agents: Number of torchrun's agents that share the :data:`WORLD` processes, as on so many machines. Each restarts its own
+            after a failure, and all after one of another's.
     """
     chance, killed = random.Random(seed), 0
     for number in range(kills):
         place = folder / f"torchrun{agents}_{number}"
         place.mkdir()
-        running = start_agents(place, agents)
+        words = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--nproc-per-node", str(WORLD // agents)]
+        words += ["--nnodes", str(agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        words += ["--rdzv-id", place.name, "-m", "launch.train", *RUN]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        running = [subprocess.Popen(words, cwd=place, env=environment(), **pipes) for _ in range(agents)]
         try:
-            until(lambda: len(workers(running)) == WORLD, lambda: [agent.communicate() for agent in running])  # noqa: B023
+            until(lambda: len(workers(running)) == WORLD, lambda: [agent.poll() for agent in running])  # noqa: B023
             victim = chance.choice(workers(running))
             used(victim, chance.uniform(0, IMPORTS + seconds))
             with suppress(ProcessLookupError):
@@ -135,16 +140,6 @@ def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str,
         assert_same(place / "run", expected)
         print(f"{place.name}: equal; {killed} killed", flush=True)
     return killed
-
-
-def start_agents(place: Path, agents: int) -> list[subprocess.Popen[str]]:
-    """Start agents that share :data:`WORLD` processes. Each restarts its own after a failure, and all after one of another's."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--nproc-per-node", str(WORLD // agents)]
-    command += ["--nnodes", str(agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", place.name]
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    words = [*command, "-m", "launch.train", *RUN]
-    return [subprocess.Popen(words, cwd=place, env=environment(), **pipes) for _ in range(agents)]
 
 
 def workers(agents: Sequence[subprocess.Popen[str]]) -> list[int]:

@@ -166,15 +166,11 @@ def _stream_functions(extension: Any) -> dict[str, Any]:
 
 
 def _memory_functions(extension: Any) -> dict[str, Any]:
-    def value(key: str) -> Any:
-        return lambda device=None: extension.usage(index_of(device))[key]
-
+    keys = {"memory_allocated": "allocated", "memory_reserved": "reserved"}
+    keys |= {f"max_{name}": f"{key}_peak" for name, key in keys.items()}
     return {
+        **{name: lambda device=None, key=key: extension.usage(index_of(device))[key] for name, key in keys.items()},
         "memory_stats_as_nested_dict": _memory_stats,
-        "memory_allocated": value("allocated"),
-        "max_memory_allocated": value("allocated_peak"),
-        "memory_reserved": value("reserved"),
-        "max_memory_reserved": value("reserved_peak"),
         "reset_peak_memory_stats": lambda device=None: extension.reset_peak(index_of(device)),
         "empty_cache": extension.empty_cache,
         "mem_get_info": lambda device=None: (80 * GIBIBYTE - extension.usage(index_of(device))["reserved"], 80 * GIBIBYTE),
@@ -191,11 +187,6 @@ def _memory_stats(device: Any = None) -> dict[str, Any]:
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
-    return SimpleNamespace(
-        name="emulated",
-        total_memory=80 * GIBIBYTE,
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        uuid=f"GPU-emulated-{index_of(device)}",
-    )
+    uuid = f"GPU-emulated-{index_of(device)}"
+    size = {"total_memory": 80 * GIBIBYTE, "multi_processor_count": 132}
+    return SimpleNamespace(name="emulated", major=9, minor=0, uuid=uuid, **size)
