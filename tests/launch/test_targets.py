@@ -31,7 +31,7 @@ from tests.structure import ROOT
 from tests.support.commands import ALONE, refused
 from tests.support.forked import Forked
 
-TARGETS = [(group, target) for group in SECTIONS for target in targets(group)]
+TARGETS = [target for group in SECTIONS for target in targets(group)]
 
 
 def configured(hint: Any) -> Any:
@@ -39,8 +39,8 @@ def configured(hint: Any) -> Any:
     return {str | Path | None: str | None}.get(hint, hint)
 
 
-@pytest.mark.parametrize(("group", "target"), TARGETS, ids=[target for _, target in TARGETS])
-def test_signatures_are_read_as_python_reads_them(group: str, target: str) -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_signatures_are_read_as_python_reads_them(target: str) -> None:
     found = get_object(target)
     inspected, read = inspect.signature(found).parameters, parameters(target)
     assert [*read] == [*inspected]
