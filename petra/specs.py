@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -36,10 +37,10 @@ class TensorSpec:
         wire: Type in which the tensor travels between stages, or None for ``dtype``.
 
     Raises:
-        ConfigError: If the shape has other entries than integers, or ``dtype`` or ``wire`` is no type of torch.
+        ConfigError: If the shape has other entries than integers >= 0, or ``dtype`` or ``wire`` is no type of torch.
     """
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], ">= 0"]
     dtype: torch.dtype
     channels_last: bool = False
     wire: torch.dtype | None = None

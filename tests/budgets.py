@@ -27,11 +27,11 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_650, 1_580),
+    ("petra/*.py",): Budget(1_660, 1_580),
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(940, 940),
     ("petra/transport",): Budget(700, 700),
-    ("petra/engine",): Budget(1_880, 1_900),
+    ("petra/engine",): Budget(1_890, 1_900),
     ("petra/engine/options",): Budget(1_400, 1_400),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_780, 1_780),
@@ -50,7 +50,7 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_540, 15_370),
+    ("tests", "stress"): Budget(17_600, 15_370),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""

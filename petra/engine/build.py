@@ -256,10 +256,15 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
     needed = [a for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     require(not needed, "optimizer", "one whose step needs no closure, since passes of other microbatches are in flight", name)
     require(name != "SparseAdam", "optimizer", "one for dense gradients, in which petra accumulates", name)
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained, every = ({id(p) for p in module.parameters() if p.requires_grad or frozen} for frozen in (False, True))
+    require(trained <= owned <= every, "optimizer", "one of all parameters of its stage, and no others", f"others in {name}")
     if recipe.learning_rate is None:
         expected = "a function, as the optimizer has no learning rate of its own"
         require(not getattr(optimizer, "needs_learning_rate", False), "learning_rate", expected, None)
     else:
+        with _building("learning_rate", "a function of the microbatches done"):
+            signature(recipe.learning_rate).bind(1)
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         expected = f"None for an optimizer whose parameter groups have the learning rates {', '.join(map(str, rates))}"
         require(len(rates) == 1, "learning_rate", expected, "a function, which sets one learning rate for all groups")

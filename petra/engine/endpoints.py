@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
-from petra.errors import ModelError, invalid, require
+from petra.errors import ModelError, first_line, invalid, require
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key, vector_jacobian_products
 
@@ -194,7 +194,7 @@ class LossPort:
         targets = self._read(m)
         count = count_targets(targets)
         if not self._training:
-            self.totals += self._report(output, targets, self.losses.evaluation(output, targets), count)
+            self.totals += self._report(output, targets, _value(self.losses.evaluation, output, targets), count)
             return
         loss, gradient = _loss_and_gradient(self.losses.training, output, targets)
         self._pending[m] = ((output,), (_unless_empty(count, gradient),), (self._report(output, targets, loss, count),))
@@ -204,7 +204,6 @@ class LossPort:
         return self._pending.pop(m)
 
     def _report(self, output: Tensor, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
-        _require_scalar("loss", loss)
         metrics = {name: metric(output, targets) for name, metric in self.metrics.items()}
         for name, value in metrics.items():
             if size_of(self.metrics[name]) == 1:
@@ -227,13 +226,26 @@ def _require_scalar(name: str, value: object) -> None:
         raise invalid(name, "a tensor without dimensions", got, ModelError)
 
 
+def _value(loss: Loss, output: Tensor, targets: Tensor) -> Tensor:
+    """Return a loss. If it raises an error, name the targets."""
+    try:
+        value = loss(output, targets)
+    except (IndexError, ValueError, RuntimeError) as error:
+        if "memory" in str(error):
+            raise
+        span = f" from {targets.min()} to {targets.max()}" if targets.is_cpu and targets.numel() else ""
+        forms = [str(TensorSpec(tuple(t.shape), t.dtype)) for t in (output, targets)]
+        raise invalid("targets", f"some that fit {forms[0]}", f"{forms[1]}{span} ({first_line(error)})", ModelError) from error
+    _require_scalar("loss", value)
+    return value
+
+
 def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of one microbatch and its gradient with respect to the output, both detached."""
     output = output.detach().requires_grad_()
     with torch.enable_grad():
-        value = loss(output, targets)
-    _require_scalar("loss", value)
-    (gradient,) = vector_jacobian_products([value], [output], [torch.ones_like(value)])
+        value = _value(loss, output, targets)
+    gradient = vector_jacobian_products([value], [output], [torch.ones_like(value)])[0] if value.requires_grad else None
     if gradient is None:
         raise invalid("loss", "a function of the output", "one that does not depend on it", ModelError)
     return value.detach(), gradient

@@ -51,14 +51,14 @@ class Recipe:
 
     def __post_init__(self) -> None:
         rate, metrics = self.learning_rate, self.metrics
-        named = isinstance(metrics, Mapping) and all(isinstance(name, str) and callable(metric) for name, metric in metrics.items())
+        named = isinstance(metrics, Mapping) and all(isinstance(key, str) and callable(value) for key, value in metrics.items())
         listed = isinstance(self.remedies, list | tuple) and all(map(_is_remedy, self.remedies))
         for name, fits, expected in (
             ("optimizer", callable(self.optimizer), "a function that returns a stage's optimizer, given the module of its blocks"),
             ("learning_rate", rate is None or callable(rate), "None or a function of the microbatches done"),
             ("loss", callable(self.loss) or isinstance(self.loss, Losses), "a function of output and targets, or petra.Losses"),
-            ("metrics", named, "functions of output and targets by name"),
-            ("seed", is_integer(self.seed), "an integer"),
+            ("metrics", named and "loss" not in metrics, "functions of output and targets by name, none of them loss"),
+            ("seed", is_integer(self.seed) and 0 <= self.seed < 2**63, "an integer >= 0 and < 2^63"),
             ("rules", isinstance(self.rules, UpdateRules), "an UpdateRules"),
             ("remedies", listed, "a list of remedies (petra.staleness)"),
         ):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.engine.stage import Stage
+from petra.errors import require
 from petra.torch_private import foreach_mul_, foreach_norm, skips_steps
 
 P = TypeVar("P", bound="Part")
@@ -144,6 +145,7 @@ class Step(Part):
         """Set the optimizer's learning rate for an update after ``t`` microbatches."""
         if self.learning_rate is not None and self.optimizer is not None:
             rate = self.learning_rate(t)
+            require(hasattr(rate, "__float__") and rate >= 0, f"learning_rate({t})", "a number >= 0", repr(rate))
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
 

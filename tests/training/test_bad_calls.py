@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from launch.run.folder import CONFIG, METRICS, SUMMARY, RunFolder
 from launch.run.weights import Weights
-from petra import PetraError, Pipeline
+from petra import Model, PetraError, Pipeline, Recipe, TensorSpec
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.training import Checkpoints, MultiStep, Trainer, export, load, newest, restore
 from petra.training.loggers import WandbLogger
@@ -36,9 +39,49 @@ def replace_clock(folder: Path) -> None:
     (folder / "facts.json").write_text(json.dumps({**facts, "clock": 7}))
 
 
+def run(targets: Tensor | None = None, **settings: object) -> None:
+    """Train a pipeline of three classes."""
+    data = RandomSource()
+    model = Model.of("m", nn.Sequential(nn.Flatten(), nn.Linear(data.inputs(0)[0].numel(), 3)).double())
+    pipeline = Pipeline(model, data.spec, Recipe(**{"optimizer": lambda m: torch.optim.SGD(m.parameters(), 0.1), **settings}))
+    found = torch.zeros(len(data.inputs(0)), dtype=torch.long) if targets is None else targets
+    source: Any = SimpleNamespace(inputs=data.inputs, targets=lambda m: found)
+    pipeline.train(source, 2)
+
+
+FIRST = nn.Linear(2, 2)
+ROWS = len(RandomSource().inputs(0))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        *(
+            (lambda path, t=targets: run(t), rf"targets: expected some that fit float64\[{ROWS}, 3\], got {got}")
+            for targets, got in (
+                (torch.arange(1, ROWS + 1), rf"int64\[{ROWS}\] from 1 to {ROWS} \(Target . is out of bounds"),
+                (torch.full((ROWS,), -1), rf"int64\[{ROWS}\] from -1 to -1 \(Target -1"),
+                (torch.zeros(ROWS, dtype=torch.float64), rf"float64\[{ROWS}\] from 0.0 to 0.0"),
+                (torch.zeros(ROWS, 1, dtype=torch.long), rf"int64\[{ROWS}, 1\]"),
+            )
+        ),
+        (lambda path: run(loss=lambda y, t: torch.zeros(())), "loss: expected a function of the output"),
+        *(
+            (lambda path, r=rate: run(learning_rate=lambda t: r), rf"learning_rate\(1\): expected a number >= 0, got {rate!r}")
+            for rate in (-0.1, None, "a")
+        ),
+        (lambda path: run(learning_rate=lambda: 0.1), "learning_rate: expected a function of the microbatches done"),
+        (
+            lambda path: run(optimizer=lambda m: torch.optim.SGD(FIRST.parameters(), 0.1)),
+            "optimizer: expected one of all",
+        ),
+        (
+            lambda path: run(optimizer=lambda m: torch.optim.SGD([*m.parameters()][:1], 0.1)),
+            "optimizer: expected one of all",
+        ),
+        (lambda path: run(metrics={"loss": lambda y, t: y.sum()}), "metrics: expected functions .*, none of them loss"),
+        *((lambda path, s=seed: run(seed=s), r"seed: expected an integer >= 0 and < 2\^63") for seed in (-1, 2**70)),
+        (lambda path: TensorSpec((-1, 3), torch.float32), "shape: expected a list of integers >= 0"),
         (lambda path: Checkpoints(path, keep=1.5), r"checkpoint\.keep: expected an integer >= 0, got 1\.5"),
         (lambda path: Checkpoints(path, every=0), r"checkpoint\.every: expected None or an integer >= 1, got 0"),
         (lambda path: Checkpoints(path).save(build(), {"a": object()}), "cannot be written .*not JSON serializable"),
