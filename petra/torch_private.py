@@ -75,11 +75,6 @@ def take_hooks(parameter: Tensor) -> Mapping[int, Hook]:
     return hooks or {}
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Return whether functions have been registered that autograd calls with the parameter's gradient."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def hooks(parameter: Tensor) -> list[Hook]:
     """Return the functions that ``register_hook`` has registered."""
     return [*(parameter._backward_hooks or {}).values()]

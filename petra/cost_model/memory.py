@@ -20,7 +20,7 @@ from petra.method import Weights
 from petra.plan import Plan
 from petra.plan.messages import returns_activations
 from petra.plan.timetable import PeriodicRounds, Round, Timetable
-from petra.specs import TensorSpec
+from petra.specs import MessageSpec, TensorSpec
 
 Numbers = NDArray[np.int64]
 WORKSPACE = 32 * 2**20
@@ -118,7 +118,7 @@ def _count_stages(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known,
             plan.numerics,
             recipe=recipe,
             targets=targets if stage is stages[-1] else None,
-            before=stages[j - 1] if j and not sides[j] else None,
+            before=stages[j - 1] if j and not sides[j] and plan.numerics.wire is None else None,  # rounding makes copies
             returns_input=j > 0 and returns_activations(stages[j - 1].keeps[-1]),
             remote=(sides[j], sides[j + 1]),
             known=known,
@@ -146,7 +146,8 @@ def _states(
     copied = np.array([stage.weights is not Weights.CURRENT for stage in plan.stages])
     casts, stored, version, graph = (_column(stages, name) for name in ("casts", "stored", "gradients", "graph_gradients"))
     version, graph = copied * version, copied * graph
-    down, up = np.array([(b.forward_bytes, b.backward_bytes) for b in plan.boundaries], np.int64).reshape(-1, 2).T
+    held = [(_held(b.forward, r), _held(b.backward[:-1], r)) for b, r in zip(plan.boundaries, remote.tolist(), strict=True)]
+    down, up = np.array(held, np.int64).reshape(-1, 2).T
     k, flush = plan.k, plan.flush_every
     double = np.array([stage.weights is Weights.DOUBLE for stage in plan.stages])
     delays = np.array(plan.delays) * (flush is None)  # otherwise no update separates forward and backward
@@ -173,6 +174,11 @@ def _states(
         exchanges[1:] |= sent.any(0)
         exchanges = np.bincount(owner, exchanges)[owner] > 0
         sending = np.where(np.stack([exchanges[:-1], exchanges[1:]]), sent, sending)
+
+
+def _held(message: MessageSpec, remote: bool) -> int:
+    """Return the bytes of a message that waits: inside a process it is in the type in which stages compute."""
+    return sum(spec.wire_bytes if remote else spec.bytes for part in message for spec in part)
 
 
 def _column(stages: Sequence[StageMemory], name: str) -> Numbers:

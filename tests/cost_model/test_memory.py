@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses import fake_tensor
 
-from petra import Model, Pipeline, TensorSpec, UpdateRules
+from petra import Model, Numerics, Pipeline, TensorSpec, UpdateRules
 from petra.cost_model import stage_memory
 from petra.cost_model.memory import WORKSPACE, PredictedMemory, predict_memory, stored_activations
 from petra.cost_model.stage_memory import LiveBytes
@@ -84,15 +84,18 @@ class Zeros:
 
 
 @pytest.mark.parametrize(
-    ("method", "stages"),
-    [("petra", 3), ("petra", 10), ("backprop", 3), ("pipedream", 3), ("dsp", 3), ("1f1b", 3), ("reconstruct_stashed", 3)],
+    ("method", "stages", "wire"),
+    [
+        *(("petra", 3, None), ("petra", 10, None), ("petra", 10, torch.bfloat16), ("backprop", 3, None), ("pipedream", 3, None)),
+        *(("dsp", 3, None), ("1f1b", 3, torch.bfloat16), ("reconstruct_stashed", 3, None)),
+    ],
 )
-def test_peak_is_that_of_the_engine(method: str, stages: int) -> None:
+def test_peak_is_that_of_the_engine(method: str, stages: int, wire: torch.dtype | None) -> None:
     """Real tensors are counted while a pipeline is built and trained in one process."""
     model, inputs = MODELS["revnet18"](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32)
     recipe = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1)
     with LiveBytes() as live:
-        pipeline = Pipeline(model, inputs, recipe, method=method, k=2, stages=stages)
+        pipeline = Pipeline(model, inputs, recipe, method=method, k=2, stages=stages, numerics=Numerics(wire=wire))
         pipeline.train(Zeros(), 2 * max(pipeline.plan.delays) + 8)
     (found,) = predict_memory(pipeline.plan, recipe, TensorSpec((8,), torch.int64))
     assert live.most <= found.tensors <= 1.09 * live.most
