@@ -117,7 +117,7 @@ class Executor:
                     error.add_note(f"in stage {worker.index + 1}, microbatch {m + shift}, {name}")
                     raise
             if transfers:
-                self._transport.exchange(transfers)
+                self._transport.exchange(transfers, shift)
             if completed is not None and self._on_completed is not None:
                 self._on_completed(completed + shift)
         self._transport.finish()

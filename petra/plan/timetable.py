@@ -239,14 +239,13 @@ class PeriodicRounds(Generic[T]):
         period: Microbatches in one period of the steady state.
         length: Rounds in one period, once they are known.
         body: Rounds of one period, once they are known.
-        start_of_body: Number of the first round after the period before ``body``.
         repeats: Number of times that they are repeated.
     """
 
     def __init__(self, timetable: Timetable, period: int, convert: Callable[[Round], T]) -> None:
         self._timetable, self._convert, self.period = timetable, convert, period
         self.body: list[T] = []
-        self.repeats = self.start_of_body = self.length = 0
+        self.repeats = self.length = 0
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
         return self.iterate(lambda remaining: remaining)
@@ -286,7 +285,7 @@ class PeriodicRounds(Generic[T]):
             if timetable.forwards[0] >= since + self.period:
                 before, state = state, timetable.state()
                 if timetable.forwards[0] == since + self.period and all(map(np.array_equal, before, state)):
-                    self.body, self.start_of_body, self.length = rounds, start, timetable.now - start
+                    self.body, self.length = rounds, timetable.now - start
                     return
                 since, rounds, start = timetable.forwards[0], [], timetable.now
 

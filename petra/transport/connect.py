@@ -102,8 +102,9 @@ def connect(
             downstream, following = local_boundary(*boundaries[j])
         else:
             downstream = transport.downstream
-            upstream = OwningPort(upstream) if upstream is not None and j > stages[0] else upstream
         assert upstream is not None
+        if downstream is transport.downstream is not None and j > stages[0]:  # x̃ is a view of the message from the next process
+            upstream = OwningPort(upstream)
         assert downstream is not None
         ports[j] = upstream, downstream
         upstream = following

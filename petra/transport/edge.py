@@ -153,7 +153,7 @@ class EdgeTransport:
         """Return nothing, because messages are transferred as soon as they are sent."""
         return ()
 
-    def exchange(self, transfers: Sequence[Transfer]) -> None:
+    def exchange(self, transfers: Sequence[Transfer], shift: int) -> None:
         """Do nothing, because this transport has no exchanges."""
 
     def finish(self) -> None:

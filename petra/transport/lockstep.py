@@ -55,19 +55,17 @@ class LockstepPort:
         outgoing, incoming: Packing of the messages in each direction.
         peer: Rank of the neighbour.
         group: Ranks of the replica; None for the default group.
-        sent: Microbatch of the last message handed over, for error messages.
     """
 
     outgoing: Packing
     incoming: Packing
     peer: int
     group: dist.ProcessGroup | None
-    sent: int = 0
     _outbox: deque[Tensor] = field(default_factory=deque)
     _inbox: deque[tuple[Handle, Tensor]] = field(default_factory=deque)
 
     def send(self, m: int, message: Message) -> None:
-        self.sent = m
+        """Pack a message for the exchange after this round. An update of the stage in the same round comes before it."""
         self._outbox.append(self.outgoing.pack(message))
 
     def receive(self, m: int) -> Message:
@@ -90,6 +88,7 @@ class Transfer(NamedTuple):
 
     port: LockstepPort
     sends: bool
+    microbatch: int
 
 
 class LockstepTransport:
@@ -121,7 +120,7 @@ class LockstepTransport:
             forward, backward, _ = boundaries[process]
             self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1, group=group)
         self._stages, self._post = stages[process], post
-        self._sent: deque[tuple[LockstepPort, Handle, Tensor]] = deque()
+        self._sent: deque[tuple[LockstepPort, int, Handle, Tensor]] = deque()
 
     def begin(self, microbatches: int, backward: bool) -> None:
         """Do nothing. Unlike the edge transport, this one posts no receive in advance."""
@@ -133,36 +132,36 @@ class LockstepTransport:
         """Return what this rank sends and receives after a round with these ``steps``, in the same order on every rank."""
         found: list[Transfer] = []
         mine = self._stages
-        for stage, op in ((step.stage, step.op) for step in steps if mine):
+        for _, stage, op, m in steps if mine else ():
             if self.downstream and op is Op.FORWARD and stage == mine[-1]:
-                found.append(Transfer(self.downstream, sends=True))
+                found.append(Transfer(self.downstream, True, m))
             elif self.upstream and op is Op.FORWARD and stage == mine[0] - 1:
-                found.append(Transfer(self.upstream, sends=False))
+                found.append(Transfer(self.upstream, False, m))
             elif self.upstream and op is Op.BACKWARD and stage == mine[0]:
-                found.append(Transfer(self.upstream, sends=True))
+                found.append(Transfer(self.upstream, True, m))
             elif self.downstream and op is Op.BACKWARD and stage == mine[-1] + 1:
-                found.append(Transfer(self.downstream, sends=False))
+                found.append(Transfer(self.downstream, False, m))
         return found
 
-    def exchange(self, transfers: Sequence[Transfer]) -> None:
-        """Post one grouped exchange with both neighbours."""
-        operations = [port.operation(sends) for port, sends in transfers]
-        port = transfers[0].port
-        with locate_errors("exchanging", f"{port.outgoing.route} and back", port.sent):
+    def exchange(self, transfers: Sequence[Transfer], shift: int) -> None:
+        """Post one grouped exchange with both neighbours. Add ``shift`` to the microbatches of ``transfers``."""
+        operations = [port.operation(sends) for port, sends, _ in transfers]
+        port, sends, m = transfers[0]
+        with locate_errors("exchanging", f"{(port.outgoing if sends else port.incoming).route} and back", m + shift):
             works = self._post(operations)
         self.finish()  # wait for what the previous exchange sent
-        for i, ((port, sends), operation) in enumerate(zip(transfers, operations, strict=True)):
+        for i, ((port, sends, m), operation) in enumerate(zip(transfers, operations, strict=True)):
             # NCCL returns one handle for the whole group, gloo one for each operation.
             work = works[min(i, len(works) - 1)]
             if sends:
-                self._sent.append((port, work, operation.buffer))
+                self._sent.append((port, m + shift, work, operation.buffer))
             else:
                 port.add_posted(work, operation.buffer)
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
         while self._sent:
-            port, work, buffer = self._sent.popleft()
-            with locate_errors("sending", port.outgoing.route, port.sent):
+            port, m, work, buffer = self._sent.popleft()
+            with locate_errors("sending", port.outgoing.route, m):
                 work.wait()
             port.outgoing.release(buffer)

@@ -85,12 +85,12 @@ class Packing:
 
         A report is a copy: it travels on to the first stage, and a view would keep the whole message alive.
         """
-        streams, reports = self._views(buffer)[:REPORT], self._views(buffer)[REPORT:]
+        views = self._views(buffer)
         typed = [
             tuple(t if spec.wire is None else t.to(spec.dtype) for t, spec in zip(part, specs, strict=True))
-            for part, specs in zip(streams, self.spec, strict=False)
+            for part, specs in zip(views[:REPORT], self.spec, strict=False)
         ]
-        return (*typed, *(tuple(t.clone() for t in part) for part in reports))
+        return (*typed, *(tuple(t.clone() for t in part) for part in views[REPORT:]))
 
     def _views(self, buffer: Tensor) -> Message:
         typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}

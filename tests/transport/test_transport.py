@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 
 from petra import ModelError
+from petra.errors import CommunicationError
 from petra.plan.messages import Boundary
+from petra.plan.timetable import Op, Step
 from petra.specs import TensorSpec
 from petra.transport import Packing, connect, edge, local_boundary
+from petra.transport.lockstep import LockstepTransport
 from tests.support.nets import assert_equal
 
 CPU = torch.device("cpu")
@@ -104,3 +107,33 @@ def test_receives_are_posted_in_advance_on_cpus_only(monkeypatch: pytest.MonkeyP
         assert len(posted) == min(received + ahead, 5)
         receiver.receive(received)
     assert len(posted) == 5
+
+
+class Lost:
+    """Handle of an operation whose neighbour has died."""
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection reset by gloo")
+
+
+@pytest.mark.parametrize(("rank", "failing"), [(0, "sending"), (1, "exchanging")])
+def test_errors_of_an_exchange_name_the_microbatch_of_the_message(rank: int, failing: str) -> None:
+    """A send that fails is found in the next exchange. A rank that only receives has sent nothing."""
+
+    def post(operations: object) -> list[Lost]:
+        if failing == "exchanging":
+            raise RuntimeError("Connection reset by gloo")
+        return [Lost()]
+
+    spec = ((TensorSpec((2,), torch.float32),),)
+    down, up = (Packing(spec, CPU, f"the message of stage {a} to stage {b}") for a, b in ((1, 2), (2, 1)))
+    transport = LockstepTransport([(down, up, 2)], [range(1), range(1, 2)], rank, post=post)  # type: ignore[arg-type]
+
+    def run() -> None:
+        for m in (5, 6):
+            if transport.downstream is not None:
+                transport.downstream.send(100 + m, ((torch.ones(2),),))
+            transport.exchange(transport.transfers([Step(2 * m, 0, Op.FORWARD, m)]), 100)
+
+    with pytest.raises(CommunicationError, match=f"{failing} the message of stage 1 to stage 2( and back)?, microbatch 105"):
+        run()
