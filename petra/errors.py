@@ -15,6 +15,10 @@ from operator import ge, gt, le, lt
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+Count = Annotated[int, ">= 1"]
+Positive = Annotated[float, "> 0"]
+Share = Annotated[float, ">= 0 and < 1"]
+
 
 class PetraError(Exception):
     """Base class of all errors that petra raises for invalid input. The message is complete without a traceback."""

@@ -17,7 +17,7 @@ from .runs import Run, collect, job, missing, records
 
 SHORT = ("experiment=cifar10_short", "trainer.precision=bf16")
 SIX_EPOCHS = (*SHORT, "trainer.epochs=6", "schedule.milestones=[3,5]")
-SMALL = "quarter-width RevNet-18 on CIFAR-10 in bf16"
+QUARTER_WIDTH = "quarter-width RevNet-18 on CIFAR-10 in bf16"
 SEEDS = (0, 1, 2)
 ACCUMULATIONS = PETRA_ACCUMULATIONS
 ROWS = {
@@ -35,7 +35,7 @@ def table2(request: Request) -> Report:
 
     At scale=paper the override ``data`` selects cifar10 (default), imagenet32 or imagenet.
     """
-    smaller = f"backprop of a ResNet-18, reversible and petra, {SMALL}, 10 epochs, k = 4 in every row, one seed"
+    smaller = f"backprop of a ResNet-18, reversible and petra, {QUARTER_WIDTH}, 10 epochs, k = 4 in every row, one seed"
     request.require_gpus(1, smaller)
     paper = request.scale is Scale.PAPER
     data, request = _data_of(request, "cifar10")
@@ -145,7 +145,7 @@ def _approximations(reached: Mapping[str, Mapping[str, float]]) -> str:
 
 def fig4(request: Request) -> Report:
     """Compare accuracy at different k (PETRA, Fig. 4): the mean of the last 10 epochs as in the paper, or the last epoch."""
-    smaller = f"{SMALL}, 6 epochs, one seed, the last epoch"
+    smaller = f"{QUARTER_WIDTH}, 6 epochs, one seed, the last epoch"
     request.require_gpus(1, smaller)
     paper = request.scale is Scale.PAPER
     base = ("experiment=petra/imagenet", "model=revnet18") if paper else SIX_EPOCHS

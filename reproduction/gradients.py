@@ -10,7 +10,7 @@ from launch.run.markdown import table
 from petra.analysis.plots import Panel, by_stage
 from petra.errors import invalid, require
 
-from .accuracy import SIX_EPOCHS, SMALL
+from .accuracy import QUARTER_WIDTH, SIX_EPOCHS
 from .paper import FIG5_PER_EPOCH, FIG5_WINDOW, FIG6_EPOCHS, REVNET_FIG4_EXTRA_EPOCHS
 from .report import Report, Request, Scale, ran
 from .runs import Run, collect, job, records
@@ -20,7 +20,7 @@ ByStage = dict[int, dict[int, Row]]
 """Means of the measurements in an epoch, by stage and epoch, both from 1."""
 CIFAR_EPOCH = 781
 """Microbatches of 64 images in an epoch of CIFAR-10."""
-SMALLER = f"{SMALL}, k = 1, 6 epochs"
+SMALLER = f"{QUARTER_WIDTH}, k = 1, 6 epochs"
 REFERENCES = (
     "The end-to-end gradient uses the weights at the time when the microbatch reaches the loss, and all parameters of a stage form "
     "one vector. The authors' program uses the weights at the time of the stage's backward, and averages over a stage's tensors."

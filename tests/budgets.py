@@ -29,18 +29,18 @@ class Budget(NamedTuple):
 ROOMS = {
     ("petra/*.py",): Budget(1_650, 1_580),
     ("petra/reversible",): Budget(660, 650),
-    ("petra/plan",): Budget(940, 940),
+    ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(700, 700),
     ("petra/engine",): Budget(1_890, 1_900),
     ("petra/engine/options",): Budget(1_400, 1_400),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_780, 1_780),
-    ("petra/data",): Budget(1_900, 1_900),
+    ("petra/data",): Budget(1_910, 1_910),
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/diagnostics",): Budget(790, 790),
-    ("petra/cost_model",): Budget(1_510, 1_510),
+    ("petra/cost_model",): Budget(1_520, 1_520),
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_200, 1_225),
     ("launch/config",): Budget(810, 400),
@@ -50,11 +50,11 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_610, 15_370),
+    ("tests", "stress"): Budget(17_660, 15_370),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(23_980, 23_230)
+BOTH = Budget(24_000, 23_300)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

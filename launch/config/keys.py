@@ -20,7 +20,8 @@ import petra
 from petra.errors import accepted, accepts, alternatives, invalid
 
 SAME_RESULTS = "same results"
-"""Mark of a key or a group that a resumed run may change, because it changes no result except by rounding.
+"""Mark of a key or a group that a resumed run may change: it changes no result except by rounding, or is made to be changed, as are
+the partition (delays), ``dp`` (statistics of shares) and ``checkpoint.every`` (drains), which change later results.
 
 A key without this mark changes results: ``Annotated[int, "same results"]``. Paths have it; the length of a run doesn't count.
 """

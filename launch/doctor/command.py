@@ -27,7 +27,7 @@ from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints
 from ..runtime.terminal import command, help_wanted, plain
-from .links import LARGE, Links, describe, measure_links, measure_speeds
+from .links import LARGE_MESSAGE, Links, describe, measure_links, measure_speeds
 from .machine import INTERFACES, Report, find_differences, inspect_machine
 
 
@@ -79,12 +79,12 @@ def report_text(reports: Sequence[Report], links: Links, problems: Sequence[str]
     text += f"{table(('rank', 'node', 'device', 'memory (GiB)', 'cores'), machines)}\n"
     text += "".join(f"{name}={value}\n" for name, value in first.environment.items()) + "\n"
     if links:
-        size = f"{LARGE // 2**20} MiB forward (ms)"
+        size = f"{LARGE_MESSAGE // 2**20} MiB forward (ms)"
         rows = [
             (
                 *(f"{rank} – {other}", f"{pair.forward.latency * 1e6:.0f}"),
                 *(f"{link.bandwidth / 1e9:.2f}" for link in (pair.forward, pair.backward)),
-                f"{LARGE / pair.forward.bandwidth * 1e3:.1f}",
+                f"{LARGE_MESSAGE / pair.forward.bandwidth * 1e3:.1f}",
             )
             for (rank, other), pair in links.items()
         ]

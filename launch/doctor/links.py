@@ -15,7 +15,7 @@ from petra.plan.layout import processes_per_replica
 
 from .machine import Report
 
-SMALL, LARGE = 64, 64 * 2**20
+SMALL_MESSAGE, LARGE_MESSAGE = 64, 64 * 2**20
 """Bytes of a message that is bound by latency, and of one about as large as a stage sends (64 CIFAR-10 images: 33.5 MB)."""
 ROUND_TRIPS, MESSAGES = 100, 4
 SIZE, SECONDS = 1024, 0.3
@@ -49,14 +49,14 @@ def _measure(pair: tuple[int, int], device: torch.device) -> Connection:
     """Measure one link, on both of its ranks."""
     left = dist.get_rank() == pair[0]
     peer = pair[left]
-    small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL, LARGE))
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL_MESSAGE, LARGE_MESSAGE))
     for message in (small, large):  # opens the connection
         exchange_seconds(message, message, peer, sends_first=left)
     latency = exchange_seconds(small, small, peer, sends_first=left, repeats=ROUND_TRIPS) / (2 * ROUND_TRIPS)
     # A small reply follows each large message, so that the message has arrived when the clock stops.
     forward = exchange_seconds(large, small, peer, sends_first=left, repeats=MESSAGES)
     backward = exchange_seconds(small, large, peer, sends_first=left, repeats=MESSAGES)
-    return Connection(Link(MESSAGES * LARGE / forward, latency), Link(MESSAGES * LARGE / backward, latency))
+    return Connection(Link(MESSAGES * LARGE_MESSAGE / forward, latency), Link(MESSAGES * LARGE_MESSAGE / backward, latency))
 
 
 def measure_speeds(device: torch.device) -> list[float]:

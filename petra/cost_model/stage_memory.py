@@ -17,6 +17,7 @@ from petra.engine.endpoints import LossPort
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
 from petra.engine.worker import Worker
+from petra.errors import invalid
 from petra.method import Keep, Weights
 from petra.model import Model
 from petra.plan.messages import boundary
@@ -83,7 +84,7 @@ def count_stage(
         known: Stages that have been counted, to which this call adds its own.
 
     Raises:
-        PetraError: If this torch has no FakeTensorMode.
+        PetraError: If this torch has no FakeTensorMode, or the optimizer reads values, such as basis rotation.
     """
     known, parts = {} if known is None else known, [stage] if before is None else [before, stage]
     kinds = [tuple(model.blocks[b].kind for b in part.blocks) for part in parts]
@@ -160,7 +161,13 @@ def _count(stage: Stage, plan: StagePlan, receive: Receive, after: Any, recipe: 
 
 def _count_update(optimizer: torch.optim.Optimizer, live: LiveBytes) -> tuple[int, int]:
     """Return the bytes of the optimizer's states, and the most that its second step adds for a moment."""
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        if type(error).__name__ != "DataDependentOutputException":
+            raise
+        expected = "an optimizer that reads no values of tensors, to predict memory"
+        raise invalid("optim", expected, type(optimizer).__name__) from error
     tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     before = live.most = live.now
     optimizer.step()

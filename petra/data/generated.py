@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def digits() -> Dataset:
     return array_dataset("digits", 10, (images[~test], labels[~test]), (images[test], labels[test]), flip=False)
 
 
-def synthetic(images: int = 1024, classes: int = 10, size: int = 32) -> Dataset:
+def synthetic(images: Annotated[int, ">= 4"] = 1024, classes: int = 10, size: int = 32) -> Dataset:
     """Return images of one pattern per class with noise.
 
     Args:

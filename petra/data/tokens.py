@@ -22,7 +22,7 @@ from torch import Tensor
 
 from petra.data.dataset import Dataset, Part, Split
 from petra.data.files import folder_of, read, reading, require_distinct, require_text
-from petra.errors import DataError, alternatives, invalid, require
+from petra.errors import DataError, Positive, alternatives, invalid, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
 
@@ -164,7 +164,7 @@ def _windows(sequences: Sequence[Any], size: int, whole: bool) -> Split:
     return Split(int(inputs.ends[-1]), inputs, targets, epoch_seed=True, in_memory=True)
 
 
-def text(root: str | Path | None = None, size: int = 256, validation: float = 0.1) -> Dataset:
+def text(root: str | Path | None = None, size: int = 256, validation: Positive = 0.1) -> Dataset:
     """Return a file in windows of ``size`` bytes. The first part of the file is for training and the last part for testing.
 
     Training windows are adjacent. Augmentation moves the start of each window by a random number of tokens, up to ``size`` - 1.

@@ -89,7 +89,7 @@ def make_stage(
         first_block: Index of the first block in the model. A block's random numbers derive from the seed and its index.
         weights: Which weights backward passes differentiate.
         k: Microbatches per update.
-        seed: Seed of the run.
+        seed: Seed of the random numbers that the blocks draw; another one in each replica.
         numerics: Number formats and memory layouts.
         grid: Grid for exact streams; None for a new one in float32, if ``numerics`` asks for them.
         overwritten: Whether updates may overwrite weights that stored graphs refer to.

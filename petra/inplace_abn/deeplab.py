@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.errors import alternatives, require
+from petra.errors import Count, Positive, alternatives, require
 from petra.inplace_abn.resnext import resnext_body
 from petra.inplace_abn.wide_resnet import wide_resnet38_body
 from petra.model import BlockSpec, Model
@@ -84,9 +84,9 @@ class Prediction(nn.Module):
 def deeplabv3(
     classes: int = 19,
     body: str = "resnext101",
-    width: float = 1.0,
-    cardinality: int | None = None,
-    base_width: int | None = None,
+    width: Positive = 1.0,
+    cardinality: Count | None = None,
+    base_width: Count | None = None,
     norm: str = "batchnorm",
     activation: str | None = None,
 ) -> Model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from petra.errors import require
+from petra.errors import Count, Positive, require
 from petra.model import Model
 from petra.models import layers
 from petra.models.resnet import residual_body
@@ -12,10 +12,10 @@ from petra.models.resnet import residual_body
 
 def resnext101(
     classes: int = 10,
-    width: float = 1.0,
+    width: Positive = 1.0,
     stem: str = "auto",
-    cardinality: int = 32,
-    base_width: int = 4,
+    cardinality: Count = 32,
+    base_width: Count = 4,
     norm: str = "batchnorm",
     activation: str | None = None,
 ) -> Model:
@@ -38,10 +38,10 @@ def resnext101(
 
 def resnext152(
     classes: int = 10,
-    width: float = 1.0,
+    width: Positive = 1.0,
     stem: str = "auto",
-    cardinality: int = 32,
-    base_width: int = 4,
+    cardinality: Count = 32,
+    base_width: Count = 4,
     norm: str = "batchnorm",
     activation: str | None = None,
 ) -> Model:

@@ -13,7 +13,7 @@ import yaml
 
 from petra.data.dataset import Dataset, Part, Split
 from petra.data.files import folder_of, listed
-from petra.errors import DataError, alternatives, invalid, require
+from petra.errors import Count, DataError, alternatives, invalid, require
 from petra.inplace_abn.class_uniform import ClassUniform, class_presence
 from petra.inplace_abn.crops import tiles_of
 from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileSamples, TrainingSamples, size_of
@@ -62,7 +62,7 @@ def segmentation(
     root: str | Path | None = None,
     classes: int = 2,
     size: int = 512,
-    height: int | None = None,
+    height: Count | None = None,
     void: int = 255,
     sampling: str = "shuffle",
     split: Part = "val",
@@ -104,7 +104,7 @@ def segmentation(
 
 
 def cityscapes(
-    root: str | Path | None = None, size: int = 512, height: int | None = None, sampling: str = "shuffle", split: Part = "val"
+    root: str | Path | None = None, size: int = 512, height: Count | None = None, sampling: str = "shuffle", split: Part = "val"
 ) -> Dataset:
     """Return Cityscapes with fine annotations: 2975 training and 500 validation images of 2048x1024 pixels, 19 classes.
 
@@ -132,7 +132,7 @@ def cityscapes(
 
 
 def camvid(
-    root: str | Path | None = None, size: int = 320, height: int | None = None, sampling: str = "shuffle", split: Part = "val"
+    root: str | Path | None = None, size: int = 320, height: Count | None = None, sampling: str = "shuffle", split: Part = "val"
 ) -> Dataset:
     """Return CamVid as SegNet uses it (Badrinarayanan et al. 2017): 367 training images of 480x360 pixels, 101 in val, 233 in test.
 
@@ -146,7 +146,7 @@ def camvid(
     return replace(segmentation(root, CAMVID_CLASSES, size, height, CAMVID_CLASSES, sampling, split), name="camvid")
 
 
-def vistas(root: str | Path | None = None, size: int = 776, height: int | None = None, sampling: str = "shuffle") -> Dataset:
+def vistas(root: str | Path | None = None, size: int = 776, height: Count | None = None, sampling: str = "shuffle") -> Dataset:
     """Return Mapillary Vistas (research edition, labels of version 1.2): 18,000 training and 2000 validation images, 65 classes.
 
     Args:
@@ -169,7 +169,7 @@ def vistas(root: str | Path | None = None, size: int = 776, height: int | None =
     return _dataset("vistas", pairs, splits, values, VISTAS_CLASSES, size_, sampling, VISTAS_HELP)
 
 
-def cocostuff(root: str | Path | None = None, size: int = 480, height: int | None = None, sampling: str = "shuffle") -> Dataset:
+def cocostuff(root: str | Path | None = None, size: int = 480, height: Count | None = None, sampling: str = "shuffle") -> Dataset:
     """Return COCO-Stuff: the images of COCO 2017 that have annotations, and the 91 classes of stuff. Things are ignored.
 
     Args:

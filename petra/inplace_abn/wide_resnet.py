@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from petra.errors import Positive
 from petra.model import Model
 from petra.models import layers
 
@@ -66,7 +67,7 @@ class WideBlock(nn.Module):
         return y
 
 
-def wide_resnet38(classes: int = 10, width: float = 1.0, norm: str = "batchnorm", activation: str | None = None) -> Model:
+def wide_resnet38(classes: int = 10, width: Positive = 1.0, norm: str = "batchnorm", activation: str | None = None) -> Model:
     """Build a WideResNet-38: 19 blocks (3x3 convolution, 17 residual blocks in six layers, head).
 
     It has 109.2 million parameters for 1000 classes. Each of the first five layers starts by halving the image.

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from petra.errors import require
+from petra.errors import Positive, require
 from petra.model import Model
 from petra.models import layers
 from petra.reversible import Coupling, DownsamplingCoupling
@@ -48,7 +48,7 @@ class InvertibleStem(nn.Module):
         return padded
 
 
-def irevnet163(classes: int = 10, width: float = 1.0) -> Model:
+def irevnet163(classes: int = 10, width: Positive = 1.0) -> Model:
     """Build the authors' i-RevNet for images of 32x32 pixels: 56 blocks, all reversible except the stem and the head.
 
     The network is injective. The stem pads the image with zero channels to two streams of 16 channels, and two reversible
@@ -66,7 +66,7 @@ def irevnet163(classes: int = 10, width: float = 1.0) -> Model:
     return _irevnet("irevnet163", (18, 18, 18), (1, 2, 2), 1, 16, (3, 3, 3), classes, width)
 
 
-def irevnet301(classes: int = 1000, width: float = 1.0) -> Model:
+def irevnet301(classes: int = 1000, width: Positive = 1.0) -> Model:
     """Build the paper's i-RevNet (b) for ImageNet: 102 blocks, all reversible except the stem and the head.
 
     The network is bijective. The streams have 6 channels after the stem, and 24, 96, 384 and 1536 after the four reversible

@@ -23,11 +23,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
-from petra.errors import alternatives, require
+from petra.errors import Count, Positive, Share, alternatives, require
 from petra.model import Model
 from petra.models.attention import DEVIATION, MLP, Attention, LayerOptions, linear
 from petra.reversible import Coupling, ReversibleBlock, TwoFunctionCoupling
@@ -68,7 +69,7 @@ class TokenStem(nn.Module):
         learned: bool = True,
         copies: int = 2,
         rest: bool = False,
-        delimiter: int | None = None,
+        delimiter: Annotated[int | None, ">= 0"] = None,
         std: float = DEVIATION,
     ) -> None:
         super().__init__()
@@ -150,22 +151,22 @@ class LanguageHead(nn.Module):
 
 def revgpt(
     classes: int = 256,
-    dim: int = 384,
-    depth: int = 6,
-    heads: int = 6,
-    dropout: float = 0.0,
+    dim: Count = 384,
+    depth: Count = 6,
+    heads: Count = 6,
+    dropout: Share = 0.0,
     size: int = 256,
-    kv_heads: int | None = None,
-    hidden: int | None = None,
+    kv_heads: Count | None = None,
+    hidden: Count | None = None,
     mlp: str = "gelu",
     norm: str = "layernorm",
     bias: bool = True,
     positions: str = "learned",
     qk_norm: bool = False,
-    delimiter: int | None = None,
-    embedding_std: float = DEVIATION,
+    delimiter: Annotated[int | None, ">= 0"] = None,
+    embedding_std: Positive = DEVIATION,
     coupling: str = "two_functions",
-    step: float = 1.0,
+    step: Positive = 1.0,
 ) -> Model:
     """Build a reversible language model: ``depth`` + 2 blocks (stem, one reversible block per layer, head).
 
@@ -199,20 +200,20 @@ def revgpt(
 
 def gpt(
     classes: int = 256,
-    dim: int = 384,
-    depth: int = 6,
-    heads: int = 6,
-    dropout: float = 0.0,
+    dim: Count = 384,
+    depth: Count = 6,
+    heads: Count = 6,
+    dropout: Share = 0.0,
     size: int = 256,
-    kv_heads: int | None = None,
-    hidden: int | None = None,
+    kv_heads: Count | None = None,
+    hidden: Count | None = None,
     mlp: str = "gelu",
     norm: str = "layernorm",
     bias: bool = True,
     positions: str = "learned",
     qk_norm: bool = False,
-    delimiter: int | None = None,
-    embedding_std: float = DEVIATION,
+    delimiter: Annotated[int | None, ">= 0"] = None,
+    embedding_std: Positive = DEVIATION,
 ) -> Model:
     """Build the ordinary transformer of the same shapes as :func:`revgpt`, whose layers are not reversible.
 

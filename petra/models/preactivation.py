@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from petra.errors import alternatives, require
+from petra.errors import Positive, alternatives, require
 from petra.model import Model
 from petra.models import layers
 from petra.reversible import TwoFunctionCoupling
@@ -57,7 +57,7 @@ class PairResize(nn.Module):
         return y1, self.shortcut2(x2) + self.g(y1)
 
 
-def resnet32(classes: int = 10, width: float = 1.0, stem: str = "auto") -> Model:
+def resnet32(classes: int = 10, width: Positive = 1.0, stem: str = "auto") -> Model:
     """Build a pre-activation ResNet-32: 17 blocks (stem, 15 residual blocks in three layers, head).
 
     Input: images (B, 3, H, W). Output: logits (B, ``classes``).
@@ -73,22 +73,22 @@ def resnet32(classes: int = 10, width: float = 1.0, stem: str = "auto") -> Model
     return _network("resnet32", (5, 5, 5), (16, 32, 64), 1, classes, width, stem)
 
 
-def resnet110(classes: int = 10, width: float = 1.0, stem: str = "auto") -> Model:
+def resnet110(classes: int = 10, width: Positive = 1.0, stem: str = "auto") -> Model:
     """Build a pre-activation ResNet-110: 56 blocks. Arguments as for :func:`resnet32`."""
     return _network("resnet110", (18, 18, 18), (16, 32, 64), 1, classes, width, stem)
 
 
-def resnet164(classes: int = 10, width: float = 1.0, stem: str = "auto") -> Model:
+def resnet164(classes: int = 10, width: Positive = 1.0, stem: str = "auto") -> Model:
     """Build a pre-activation ResNet-164: 56 blocks with bottlenecks. Arguments as for :func:`resnet32`."""
     return _network("resnet164", (18, 18, 18), (16, 32, 64), 4, classes, width, stem)
 
 
-def resnet101_preact(classes: int = 10, width: float = 1.0, stem: str = "imagenet") -> Model:
+def resnet101_preact(classes: int = 10, width: Positive = 1.0, stem: str = "imagenet") -> Model:
     """Build a pre-activation ResNet-101: 35 blocks with bottlenecks. Arguments as for :func:`resnet32`."""
     return _network("resnet101_preact", (3, 4, 23, 3), (64, 128, 256, 512), 4, classes, width, stem)
 
 
-def revnet38(classes: int = 10, width: float = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
+def revnet38(classes: int = 10, width: Positive = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
     """Build a RevNet-38: 11 blocks, of which 7 are reversible. Each block between stem and head has two functions.
 
     The streams have 16, 32 and 56 channels each at ``width`` 1.
@@ -104,12 +104,12 @@ def revnet38(classes: int = 10, width: float = 1.0, stem: str = "auto", partitio
     return _network("revnet38", (3, 3, 3), (16, 32, 56), 1, classes, width, stem, partition)
 
 
-def revnet110(classes: int = 10, width: float = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
+def revnet110(classes: int = 10, width: Positive = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
     """Build a RevNet-110: 29 blocks, of which 25 are reversible, with streams of 16, 32 and 64 channels. See :func:`revnet38`."""
     return _network("revnet110", (9, 9, 9), (16, 32, 64), 1, classes, width, stem, partition)
 
 
-def revnet164(classes: int = 10, width: float = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
+def revnet164(classes: int = 10, width: Positive = 1.0, stem: str = "auto", partition: str = "channels") -> Model:
     """Build a RevNet-164: 29 blocks, of which 24 are reversible, with bottlenecks and streams of 64, 128 and 256 channels.
 
     See :func:`revnet38`.
@@ -117,7 +117,7 @@ def revnet164(classes: int = 10, width: float = 1.0, stem: str = "auto", partiti
     return _network("revnet164", (9, 9, 9), (16, 32, 64), 4, classes, width, stem, partition)
 
 
-def revnet104(classes: int = 10, width: float = 1.0, stem: str = "imagenet", partition: str = "channels") -> Model:
+def revnet104(classes: int = 10, width: Positive = 1.0, stem: str = "imagenet", partition: str = "channels") -> Model:
     """Build a RevNet-104: 19 blocks, of which 13 are reversible, with bottlenecks and streams of 256 to 1664 channels.
 
     See :func:`revnet38`.
@@ -125,7 +125,7 @@ def revnet104(classes: int = 10, width: float = 1.0, stem: str = "imagenet", par
     return _network("revnet104", (2, 2, 11, 2), (64, 128, 256, 416), 4, classes, width, stem, partition)
 
 
-def revnet602(classes: int = 10, width: float = 1.0, stem: str = "imagenet", partition: str = "channels") -> Model:
+def revnet602(classes: int = 10, width: Positive = 1.0, stem: str = "imagenet", partition: str = "channels") -> Model:
     """Build a RevNet of 602 layers: 102 blocks, of which 96 are reversible; a RevNet-104 whose third group has 94 blocks.
 
     Gomez et al. 2017 (appendix 7.2) train a RevNet of 600 layers without stating its layout. A block has six convolutions, so with

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from petra.errors import alternatives, require
+from petra.errors import Positive, alternatives, require
 from petra.model import Model
 from petra.models import layers
 
@@ -39,7 +39,7 @@ class ResidualBlock(nn.Module):
 
 
 def resnet18(
-    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-18 (Table 1): 10 blocks (stem, eight residual blocks, head).
 
@@ -62,21 +62,21 @@ def resnet18(
 
 
 def resnet34(
-    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-34: 18 blocks. Arguments as for :func:`resnet18`."""
     return layers.network(resnet_body("resnet34", *layers.DEPTHS[34], width, stem, norm, activation), classes)
 
 
 def resnet50(
-    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-50: 18 blocks with bottlenecks, whose 3x3 convolution has the stride. Arguments as for :func:`resnet18`."""
     return layers.network(resnet_body("resnet50", *layers.DEPTHS[50], width, stem, norm, activation), classes)
 
 
 def resnet101(
-    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-101: 35 blocks with bottlenecks, as in :func:`resnet50`. Arguments as for :func:`resnet18`."""
     return layers.network(resnet_body("resnet101", *layers.DEPTHS[101], width, stem, norm, activation), classes)

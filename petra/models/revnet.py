@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from petra.errors import alternatives, require
+from petra.errors import Positive, alternatives, require
 from petra.model import Model
 from petra.models import layers
 from petra.reversible import Coupling
@@ -60,7 +60,7 @@ class BottleneckResize(nn.Module):
 
 
 def revnet18(
-    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-18: 10 blocks (stem, eight residual blocks, of which five are reversible, head).
 
@@ -74,7 +74,7 @@ def revnet18(
 
 
 def revnet34(
-    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-34: 18 blocks, of which 13 are reversible. Arguments as for :func:`revnet18`."""
     return layers.network(revnet_body("revnet34", *layers.DEPTHS[34], width, stem, norm, activation), classes)
@@ -82,7 +82,7 @@ def revnet34(
 
 def revnet50(
     classes: int = 10,
-    width: float = 1.0,
+    width: Positive = 1.0,
     stem: str = "auto",
     downsampling: str = "projection",
     norm: str = "batchnorm",
@@ -105,7 +105,7 @@ def revnet50(
 
 
 def revnet101(
-    classes: int = 10, width: float = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
+    classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-101: 35 blocks with bottlenecks, of which 29 are reversible. Arguments as for :func:`revnet18`."""
     return layers.network(revnet_body("revnet101", *layers.DEPTHS[101], width, stem, norm, activation), classes)
@@ -115,7 +115,7 @@ def revnet_body(
     name: str,
     repeats: Sequence[int],
     expansion: int,
-    width: float = 1.0,
+    width: Positive = 1.0,
     stem: str = "auto",
     norm: str = "batchnorm",
     activation: str | None = None,

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from petra.errors import require
+from petra.errors import Count, Share, require
 from petra.model import Model
 from petra.models.attention import DEVIATION, MLP, Attention, LayerOptions, linear
 from petra.reversible import TwoFunctionCoupling
@@ -64,7 +64,7 @@ class ImageHead(nn.Module):
 
 
 def revvit(
-    classes: int = 10, patch: int = 4, dim: int = 192, depth: int = 12, heads: int = 3, dropout: float = 0.0, size: int = 32
+    classes: int = 10, patch: Count = 4, dim: Count = 192, depth: Count = 12, heads: Count = 3, dropout: Share = 0.0, size: int = 32
 ) -> Model:
     """Build a reversible vision transformer: ``depth`` + 2 blocks (stem, one reversible block per layer, head).
 

@@ -22,7 +22,7 @@ class StagePlan:
     """One stage of a plan.
 
     Attributes:
-        index: Number of the stage, from 0.
+        index: Index of the stage, from 0.
         blocks: Indices of its blocks in the model.
         profiles: Profile of each block.
         inputs: Specs of the input of its first block, for one microbatch; with replicas, for a replica's share of it.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from petra.errors import check_types, require
+from petra.errors import Count, check_types, require
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MultiStep(Schedule):
         gamma: Factor.
     """
 
-    milestones: Sequence[int] = ()
+    milestones: Sequence[Count] = ()
     gamma: Annotated[float, ">= 0 and <= 1"] = 0.1
 
     def __post_init__(self) -> None:

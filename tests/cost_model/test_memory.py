@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses import fake_tensor
 
-from petra import Model, Numerics, Pipeline, TensorSpec, UpdateRules
+from petra import ConfigError, Model, Numerics, Pipeline, TensorSpec, UpdateRules
 from petra.cost_model import stage_memory
 from petra.cost_model.memory import WORKSPACE, PredictedMemory, predict_memory, stored_activations
 from petra.cost_model.stage_memory import LiveBytes
@@ -61,6 +61,20 @@ def test_a_stage_that_fetches_its_input_again_does_not_store_it() -> None:
     """The last microbatch in flight is the input of the forward that has just ended."""
     stored, refetched = (predicted(processes=6, refetch=refetch) for refetch in (False, True))
     assert stored.stored - refetched.stored == 10 * INPUTS.bytes
+
+
+def test_an_optimizer_that_reads_values_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"optim: expected an optimizer that reads no values .*, got BasisRotation"):
+        predicted("basis_rotation")
+
+
+def test_what_a_step_allocates_counts_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wasteful(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            torch.empty(2**20)
+
+    monkeypatch.setitem(OPTIMIZERS, "wasteful", lambda module: Wasteful(module.parameters()))
+    assert predicted("wasteful").temporary > 2**21 > predicted().temporary
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])

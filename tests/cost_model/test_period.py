@@ -134,9 +134,9 @@ def test_delays_of_many_stages() -> None:
     assert set(choose_delays(costs + costs, METHODS["petra"], 1, link=link)) == {2}
 
 
-def test_each_direction_has_its_own_link() -> None:
-    costs = [StageCost(1, 3)] * 2
-    slow, fast = Link(latency=0.5), INSTANT
+@pytest.mark.parametrize("slow", [Link(latency=0.5), Link(bandwidth=2.0)])
+def test_each_direction_has_its_own_link(slow: Link) -> None:
+    costs, fast = [StageCost(1, 3, forward_bytes=1, backward_bytes=1)] * 2, INSTANT
     periods = [
         predict(costs, Method("d=1", 1, Keep.NOTHING), link=[Connection(a, b)]).period
         for a, b in [(fast, fast), (slow, fast), (fast, slow), (slow, slow)]

@@ -92,6 +92,29 @@ def test_a_stored_graph_uses_the_updated_weights(optimizer: type[torch.optim.Opt
     torch.testing.assert_close(dx, expected, rtol=1e-9, atol=1e-11)
 
 
+class Converted(nn.Module):
+    """Returns its input in a memory format."""
+
+    def __init__(self, form: torch.memory_format) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x.contiguous(memory_format=self.form)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("keep", [Keep.NOTHING, Keep.INPUT])
+def test_streams_keep_their_layout_whatever_a_block_returns(keep: Keep, channels_last: bool) -> None:
+    own, other = (torch.channels_last, torch.contiguous_format)[:: 1 if channels_last else -1]
+    block = Coupling(Converted(other)) if keep is Keep.NOTHING else Converted(other)
+    made = make_stage([block], [keep], first_block=1, numerics=Numerics(channels_last=channels_last))
+    x = tuple(torch.randn(2, 3, 4, 5).contiguous(memory_format=own) for _ in range(2 if keep is Keep.NOTHING else 1))
+    y = made.forward(0, x)
+    inputs, dx = made.backward(0, y, tuple(torch.ones_like(t).contiguous(memory_format=other) for t in y))
+    assert all(t.is_contiguous(memory_format=own) for t in (*y, *inputs, *dx))
+
+
 def test_double_weights_are_two_versions() -> None:
     """Only one version exists besides the parameters, however many microbatches are in flight."""
     made = make_stage([nn.Linear(500, 500)], [Keep.INPUT], weights=Weights.DOUBLE, first_block=1, k=2)

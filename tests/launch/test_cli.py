@@ -50,6 +50,7 @@ def test_the_command_line_itself_imports_neither_torch_nor_hydra() -> None:
 def test_errors_appear_before_torch_is_imported() -> None:
     expected = {
         "launch.train model._target_=mnist": "model._target_: expected petra.",
+        "launch.cli train k=0": "k: expected an integer >= 1, got 0",
         "launch.train --nproc 2 data=mnist": "data: expected camvid, cifar10, ",
         "launch.sweep k=1,0": "k: expected an integer >= 1, got 0",
         "launch.sweep": "command line: expected arguments such as experiment=demo (about a minute)",

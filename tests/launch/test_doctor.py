@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from launch.doctor import command as doctor
 from launch.doctor import links
-from launch.doctor.links import LARGE, Links
+from launch.doctor.links import LARGE_MESSAGE, Links
 from launch.doctor.machine import Report, find_differences, inspect_machine
 from launch.runtime.rank import Process
 from launch.selftest import command
@@ -34,7 +34,9 @@ def slow_links(rank: int) -> Links:
     send = dist.send
 
     def slowly(tensor: torch.Tensor, peer: int) -> None:
-        time.sleep({1: 1.0 * (tensor.nbytes == LARGE and peer == 2), 2: 0.1 * (tensor.nbytes < LARGE)}.get(rank, 0.0))
+        time.sleep(
+            {1: 1.0 * (tensor.nbytes == LARGE_MESSAGE and peer == 2), 2: 0.1 * (tensor.nbytes < LARGE_MESSAGE)}.get(rank, 0.0)
+        )
         send(tensor, peer)
 
     links.dist.send, links.ROUND_TRIPS, links.MESSAGES = slowly, 10, 2  # type: ignore[attr-defined]
@@ -48,7 +50,9 @@ def test_links_are_measured_one_by_one(tmp_path: Path) -> None:
     assert [*first] == [(0, 1), (1, 2)]
     fast, slow = first.values()
     assert 0 < fast.forward.latency < 0.05 <= slow.forward.latency
-    assert slow.forward.bandwidth < LARGE / 1.0 < min(link.bandwidth for link in (slow.backward, fast.forward, fast.backward))
+    assert (
+        slow.forward.bandwidth < LARGE_MESSAGE / 1.0 < min(link.bandwidth for link in (slow.backward, fast.forward, fast.backward))
+    )
 
 
 def test_differences_between_processes() -> None:

@@ -25,7 +25,7 @@ from petra.transport.port import WrappedPort
 ADVICE = "Lower optim.lr or set optim.clip"
 CHECK_EVERY = 50
 """Number of updates after which the host reads their outcomes from a GPU. On the CPU it reads them at every update."""
-SMALL = 2048
+SUMMED_WHOLE = 2048
 """Largest number of elements that are summed about as fast as a view of some of them is made."""
 
 
@@ -222,5 +222,5 @@ def _sampled_sum(delta: Tensor) -> Tensor:
 
     The sum of all numbers is the faster one for small tensors.
     """
-    first = delta if delta.numel() <= SMALL else delta.as_strided(delta.shape[:1], delta.stride()[:1])
+    first = delta if delta.numel() <= SUMMED_WHOLE else delta.as_strided(delta.shape[:1], delta.stride()[:1])
     return first.sum()
