@@ -137,7 +137,7 @@ def test_invalid_values(override: str, message: str) -> None:
         ("trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
         ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
         ("modle=revnet18", "modle: no such key; did you mean model?"),
-        ("model.width=wide", "model.width: expected a number, got wide"),
+        ("model.width=wide", "model.width: expected a number > 0, got wide"),
         ("k=true", "k: expected an integer >= 1, got true"),
         ("logger=null", "logger=null: Config group override must be a string or a list. Got NoneType"),
     ],
