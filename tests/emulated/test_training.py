@@ -20,8 +20,8 @@ DELAYED = Options(seed=5, delay_rate=0.05)
 
 
 def of_method(method: str, **settings: Any) -> Case:
-    """Return a short run of a method. Double-buffered weights need many microbatches per update."""
-    many = method == "pipedream_2bw"
+    """Return a short run of a method. With double-buffered weights and in PACI, an update needs many microbatches."""
+    many = method in ("pipedream_2bw", "paci")
     return Case(method, **{"k": 32 if many else 2, "microbatches": 36 if many else 9, **settings})
 
 
