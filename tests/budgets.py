@@ -50,7 +50,7 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_630, 2_700),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_660, 15_370),
+    ("tests", "stress"): Budget(17_670, 15_370),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""

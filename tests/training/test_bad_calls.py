@@ -34,6 +34,15 @@ def trainer(train: object = TrainSource, test: object = EvalSource) -> Trainer:
     return Trainer(build(), made[train], made[test])
 
 
+def test_a_network_that_is_frozen_as_a_whole_is_refused() -> None:
+    data = load_dataset("synthetic", images=16, size=8)
+    pipeline = build()
+    for _, block in pipeline.blocks():
+        block.requires_grad_(False)
+    with pytest.raises(PetraError, match="model: expected a parameter that requires a gradient, got none"):
+        Trainer(pipeline, TrainSource(data, 2, 0), EvalSource(data, 2))
+
+
 def replace_clock(folder: Path) -> None:
     facts = json.loads((folder / "facts.json").read_text())
     (folder / "facts.json").write_text(json.dumps({**facts, "clock": 7}))
