@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
     parser.add_argument("--vocabulary", default="4096", help="number of tokens of a new vocabulary, or the file of one (4096)")
     parser.add_argument("--separator", help=r"text between the documents of a file; \n and \t are understood")
-    parser.add_argument("--validation", nargs="+", default=["0.01"], help="files, or the fraction of the text for it (0.01)")
+    parser.add_argument("--validation", nargs="+", default=["0.05"], help="files, or the fraction of the text for it (0.05)")
     parser.add_argument("--test", nargs="+", help="the same for a test part, which data.split=test evaluates (none)")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -56,7 +56,7 @@ def tokenize(options: argparse.Namespace) -> None:
 
     def progress(text: str, paths: list[Path]) -> tqdm[None]:
         size = sum(path.stat().st_size for path in paths if path.exists())
-        return tqdm(desc=text, total=size, unit="B", unit_scale=True)
+        return tqdm(desc=text, total=size, unit="B", unit_scale=True, disable=None)  # only on a terminal
 
     require_no_tokens(options.out)
     require_distinct(path for path in sum(files.values(), options.files) if path.exists())

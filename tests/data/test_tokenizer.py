@@ -72,7 +72,7 @@ def test_files_for_other_parts_and_a_given_vocabulary(tmp_path: Path, capsys: py
     main(words.replace("P/", f"{tmp_path}/").split())
     parts = [decoded(tmp_path / "again", part) for part in ("train", "val", "test")]
     assert parts == [["Chapter one"], ["Chapter two"], ["Chapter three"]]
-    assert "35.0/35.0" in capsys.readouterr().err  # the progress bar counts the bytes of all files
+    assert capsys.readouterr().err == "", "the progress bar is for terminals"
 
 
 @pytest.mark.parametrize(
