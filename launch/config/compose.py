@@ -98,7 +98,8 @@ def config_error(error: Exception, overrides: Sequence[str]) -> PetraError:
         return _unparsed(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, name = error.missing_cfg_file.partition("/")  # the files of a group may be in subfolders
-        return invalid(group, alternatives(near_first(name, list(configurations(group)))), name)
+        own = [f"one of your own ({group}._target_=module.function)"] if group in SECTIONS else []
+        return invalid(group, alternatives([*near_first(name, list(configurations(group))), *own]), name)
     for found in (error, error.__cause__, error.__context__):
         if isinstance(found, ConfigKeyError | ConfigAttributeError) and found.full_key:
             return unknown(str(found.full_key))

@@ -51,5 +51,5 @@ class Remedy:
         return upstream
 
     def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
-        """Return the parts that this remedy adds to the updates of stage j (from 0), between the check and the step."""
+        """Return parts of updates of stage j (from 0), before the step, which multiplies gradients by ``pending.factor``."""
         return ()
