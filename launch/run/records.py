@@ -187,6 +187,8 @@ def require_shared(folder: Path, timeout: float, process: Process) -> None:
     seen = folder / all_gather_objects(f"seen_by_all_{secrets.token_hex(8)}{PART}")[0]
     with raise_on_all_ranks(), writing(seen):
         if process.first:
+            for stale in folder.glob(f"seen_by_all_*{PART}"):  # of a run that was killed here
+                stale.unlink()
             seen.touch()
     until = time.monotonic() + min(SHARED_WITHIN, timeout / 2)
     expected = "a folder on storage that all machines share, or checkpoint.keep=0"

@@ -57,6 +57,12 @@ def clocks(folder: str = "first") -> list[tuple[int, int]]:
     return [(row["epoch"], row["microbatches"]) for row in lines(Path(folder, "metrics.jsonl"))]
 
 
+def test_a_resumed_run_removes_what_a_killed_one_left(trained: Path) -> None:
+    (trained / "seen_by_all_0123.part").touch()
+    train("run_dir=first", "resume=auto")
+    assert not [*trained.glob("*.part")]
+
+
 def test_runs_that_start_in_the_same_second_have_different_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = compose_overrides(SMALL)
