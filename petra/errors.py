@@ -15,7 +15,7 @@ from operator import ge, gt, le, lt
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-Count = Annotated[int, ">= 1"]
+Count = Annotated[int, ">= 1"]  # types of parameters with a range, as accepted() reads them
 Positive = Annotated[float, "> 0"]
 Share = Annotated[float, ">= 0 and < 1"]
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
+from petra.errors import Count, Share
+
 from .keys import Key, fields_of, is_shipped, signature
 
 AUTO: Final = "auto"
@@ -166,7 +168,7 @@ class TrainerConfig:
     transport: Annotated[Literal["auto", "local", "lockstep", "edge"], "same results"] = "auto"
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     streams: Literal["float32", "exact", "bf16"] = "float32"
-    label_smoothing: Annotated[float, ">= 0 and < 1"] = 0.0
+    label_smoothing: Share = 0.0
     bootstrap: Annotated[float | None, "> 0 and <= 1"] = None
     channels_last: Annotated[bool, "same results"] = True
     matmul_precision: Annotated[Literal["highest", "high", "medium"], "same results"] = "highest"
@@ -235,7 +237,7 @@ class Config:
             GPU.
     """
 
-    k: Annotated[int, ">= 1"] = 4
+    k: Count = 4
     dp: Annotated[int, ">= 1", "same results"] = 1
     seed: Annotated[int, ">= 0"] = 0
     run_dir: Annotated[str | None, "same results"] = None

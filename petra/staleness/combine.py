@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from petra.engine.options.remedy import Remedy
+from petra.errors import Share
 from petra.staleness.correction import Correction
 from petra.staleness.discount import Discount
 from petra.staleness.feedback import Feedback
@@ -13,7 +14,7 @@ from petra.staleness.prediction import WeightPrediction
 
 def remedies(
     discount: int = 0,
-    correction: Annotated[float, ">= 0 and < 1"] = 0.0,
+    correction: Share = 0.0,
     prediction: Literal["none", "velocity", "difference"] = "none",
     feedback: Annotated[float, ">= 0"] = 0.0,
 ) -> tuple[Remedy, ...]:

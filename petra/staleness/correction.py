@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from petra.engine.options.remedy import Remedy
 from petra.engine.stage import Stage
 from petra.engine.update import LearningRate, Part
 from petra.engine.update_rules import UpdateRules
-from petra.errors import check_types, require
+from petra.errors import Share, check_types, require
 from petra.method import Method, Weights
 from petra.plan import Plan
 from petra.staleness.step import AroundStep
@@ -41,7 +40,7 @@ class Correction(Remedy):
         ConfigError: If it is out of range or of another type.
     """
 
-    correction: Annotated[float, ">= 0 and < 1"] = 0.135
+    correction: Share = 0.135
 
     def __post_init__(self) -> None:
         check_types(self, "remedy.")

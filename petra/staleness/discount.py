@@ -14,12 +14,11 @@ epochs by default and the update after step t uses t + 1 for steps from 0, as he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from petra.engine.options.remedy import Remedy
 from petra.engine.update import LearningRate
 from petra.engine.update_rules import UpdateRules
-from petra.errors import check_types, require
+from petra.errors import Count, check_types, require
 from petra.method import Method
 
 
@@ -34,7 +33,7 @@ class Discount(Remedy):
         ConfigError: If it is out of range or of another type.
     """
 
-    discount: Annotated[int, ">= 1"]
+    discount: Count
 
     def __post_init__(self) -> None:
         check_types(self, "remedy.")

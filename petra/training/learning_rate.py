@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from petra.errors import Count, check_types, require
+from petra.errors import Count, Positive, check_types, require
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Schedule(ABC):
     """
 
     peak: Annotated[float, ">= 0"]
-    microbatches_per_epoch: Annotated[int, ">= 1"]
-    epochs: Annotated[int, ">= 1"]
+    microbatches_per_epoch: Count
+    epochs: Count
     warmup_epochs: Annotated[float, ">= 0"] = 0
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Polynomial(Schedule):
         final: Learning rate at the end of the run, at most the peak.
     """
 
-    power: Annotated[float, "> 0"] = 2.0
+    power: Positive = 2.0
     final: Annotated[float, ">= 0"] = 0.0
 
     def __post_init__(self) -> None:

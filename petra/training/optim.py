@@ -12,17 +12,16 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from petra.errors import Count, Positive, Share
 from petra.torch_private import foreach_mul
 from petra.training.basis_rotation import BasisRotation
 
-Fraction = Annotated[float, ">= 0 and < 1"]
-Positive = Annotated[float, "> 0"]
 NotNegative = Annotated[float, ">= 0"]
 Betas = Annotated[tuple[float, float], ">= 0 and < 1"]
 Rated = TypeVar("Rated", bound=torch.optim.Optimizer)
 
 
-def sgd(module: nn.Module, *, momentum: Fraction = 0.9, nesterov: bool = True, weight_decay: NotNegative = 5e-4) -> torch.optim.SGD:
+def sgd(module: nn.Module, *, momentum: Share = 0.9, nesterov: bool = True, weight_decay: NotNegative = 5e-4) -> torch.optim.SGD:
     """Return stochastic gradient descent with momentum.
 
     Args:
@@ -87,7 +86,7 @@ def basis_rotation(
     betas: Betas = (0.9, 0.95),
     eps: Positive = 1e-8,
     weight_decay: NotNegative = 0.01,
-    frequency: Annotated[int, ">= 1"] = 10,
+    frequency: Count = 10,
 ) -> BasisRotation:
     """Return Adam in a rotated basis for the weights of linear layers, and in the ordinary one for all other parameters.
 
@@ -117,7 +116,7 @@ class Muon(torch.optim.Optimizer):
         self,
         module: nn.Module,
         *,
-        momentum: Fraction = 0.95,
+        momentum: Share = 0.95,
         nesterov: bool = True,
         betas: Betas = (0.9, 0.999),
         eps: Positive = 1e-8,

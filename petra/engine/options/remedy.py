@@ -51,5 +51,5 @@ class Remedy:
         return upstream
 
     def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
-        """Return parts of updates of stage j (from 0), before the step, which multiplies gradients by ``pending.factor``."""
+        """Return parts to run in stage j's updates (j from 0) after the check. The step then multiplies by ``pending.factor``."""
         return ()
