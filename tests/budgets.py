@@ -48,7 +48,7 @@ ROOMS = {
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),
-    ("benchmarks",): Budget(2_630, 2_700),
+    ("benchmarks",): Budget(2_930, 2_930),
     ("examples",): Budget(600, 600),
     ("tests", "stress"): Budget(17_670, 15_370),
     ("docs",): Budget(260, 260),
