@@ -12,17 +12,14 @@ Environment variables describe the node. In each row, the first variable that is
 The number of processes is an integer, ``auto`` (one for each GPU, or for each core without a GPU), or a list with a number for
 each node, such as 8,2. Ranks are assigned node by node, so neighbouring stages share a node wherever possible.
 
-With NPROC, the processes of the whole run are counted first, and the row "processes on this node" is the most that a node takes:
-the first nodes are filled. ``NPROC=stages`` means one process for each stage, so with eight GPUs per node, RevNet-18 has 8 + 2
-processes and RevNet-34 has 8 + 8 + 2. If the nodes together take fewer, all are used, and some processes run several stages.
+Processes without a stage are idle: with eight GPUs per node, RevNet-18 has stages in 8 + 2 of 16 processes.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from petra.errors import require
 
@@ -32,8 +29,6 @@ from .runtime.rank import integer
 from .runtime.terminal import command, parser_for
 
 WORDS = ("auto", "cpu", "gpu")
-STAGES = "stages"
-TRAIN = "launch.train"
 
 
 @dataclass(frozen=True)
@@ -91,84 +86,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the processes of this node."""
     stop_before_start()
     parser = parser_for(__doc__)
-    parser.add_argument("--module", default=TRAIN, help="module to run: launch.train (default) or launch.doctor")
+    parser.add_argument("--module", default="launch.train", help="module to run: launch.train (default) or launch.doctor")
     options, overrides = parser.parse_known_args(arguments)
     node = Node.from_environment(os.environ)
-    if wanted := os.environ.get("NPROC"):
-        found = shares(wanted, node, options.module, overrides)
-        if not found:
-            return
-        node = replace(node, processes=str(found[node.rank]))
     run_agent(node.flags(), own_module(options.module), overrides)
-
-
-def shares(wanted: str, node: Node, module: str, overrides: list[str]) -> list[int]:
-    """Return the number of processes on each node for a value of NPROC. The first nodes are filled; each node has at least one.
-
-    The list is empty if the overrides only print something (``--cfg job``).
-
-    Raises:
-        PetraError: If the value or the configuration is invalid, or if there are more processes than room, or fewer than nodes.
-    """
-    valid = wanted == STAGES or (wanted.isdecimal() and int(wanted) >= 1)
-    require(valid, "NPROC", f"an integer >= 1, or {STAGES}", wanted)
-    limits = [_processes(os.environ, node.nodes, rank) for rank in range(node.nodes)]
-    automatic = all(limit in WORDS for limit in limits)
-    fits = automatic or not {*limits} & {*WORDS}
-    require(fits, "NPROC_PER_NODE", "only numbers in a list with NPROC", ",".join(limits))
-    note, stages, dp, gpus = "", 0, 1, 0
-    if wanted == STAGES:
-        counted = count_stages(overrides, arguments_required=module == TRAIN)
-        if not counted:
-            return []
-        require(len(counted) == 1, "NPROC", "a number, since the runs have different stages", STAGES)
-        ((model, stages, dp, gpus),) = counted
-        note = f" for the {stages} stages of {model}" + (f" in each of {dp} replicas" if dp > 1 else "")
-    room = [gpus] * node.nodes if automatic else [int(limit) for limit in limits]
-    total = dp * max(1, min(stages, sum(room) // dp if any(room) else stages)) if stages else int(wanted)
-    if not any(room):  # neither a variable nor GPUs limit them
-        room = [-(-total // node.nodes)] * node.nodes
-    accepted = f"{node.nodes} to {sum(room)} on {node.nodes} node(s) with {_sum(room)}"
-    require(node.nodes <= total <= sum(room), "NPROC", accepted, total)
-    found: list[int] = []
-    for i, limit in enumerate(room):
-        found.append(min(limit, total - sum(found) - (node.nodes - i - 1)))
-    if node.rank == 0:
-        print(f"{total} process(es){note}: {_sum(found)} on {node.nodes} node(s)", flush=True)
-    return found
-
-
-def count_stages(overrides: list[str], *, arguments_required: bool) -> set[tuple[str, int, int, int]]:
-    """Return the model of each configuration, its stages, its replicas, and the GPUs of this node that it can use.
-
-    Args:
-        overrides: Arguments of the command.
-        arguments_required: Refuse an empty command line, as training does.
-
-    Raises:
-        PetraError: If a configuration is invalid.
-    """
-    from .config.compose import command_line_configs
-    from .config.schema import AUTO
-
-    sys.argv[1:] = overrides
-    configs = command_line_configs(required=arguments_required)
-    import torch
-
-    from .run.build import set_up
-    from .runtime.rank import Process
-
-    found = set()
-    for config in configs:
-        setup = set_up(config, Process(rank=0, world=2 * config.dp, local_rank=0, local_world=1))
-        stages = setup.plan.model.blocks if config.trainer.stages == AUTO else setup.plan.stages
-        gpus = torch.cuda.device_count() if setup.device.type == "cuda" else 0
-        found.add((config.model.name, len(stages), config.dp, gpus))
-    return found
-
-
-def _sum(numbers: Sequence[int]) -> str:
-    return " + ".join(map(str, numbers))
 
 
 def _processes(environment: Mapping[str, str], nodes: int, rank: int) -> str:

@@ -82,7 +82,7 @@ def run(path: Path, folder: Path) -> None:
     port, here, agents = str(free_port()), {node.name: "127.0.0.1" for node in nodes}, []
     for node in nodes:
         own = {key: port if key.endswith("MASTER_PORT") else here.get(value, value) for key, value in node.environment.items()}
-        variables = environment(**{**own, "NPROC": "2"})
+        variables = environment(**{**own, "NPROC_PER_NODE": "1"})
         python, *words = node.command
         assert python == "python3"
         print(f"{node.name}: {shlex.join(node.command)}", flush=True)

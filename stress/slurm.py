@@ -200,7 +200,7 @@ def shipped(slurm: Cluster) -> str:
 def signal_before_time_limit(slurm: Cluster) -> str:
     """``--signal``: the run saves, the job joins the queue again by itself and resumes; ``scancel`` ends it with a checkpoint."""
     endless = (*RUN, "data.images=400000")
-    number = slurm.submit("signal", "--time 3 --signal=USR1@110", endless, NPROC="2", NPROC_PER_NODE="1")
+    number = slurm.submit("signal", "--time 3 --signal=USR1@110", endless, NPROC_PER_NODE="1")
     slurm.until("signal", lambda: "resuming from" in slurm.log("signal"))
     log = slurm.log("signal")
     stopped = re.findall(r"stopped on request after microbatch (\d+), checkpoint written", log)
@@ -218,7 +218,7 @@ def lost_node(slurm: Cluster) -> str:
     with Forked(slurm.runs / "uninterrupted", RUN, 3, environment={"GLOO_SOCKET_IFNAME": "lo"}) as alone:
         assert alone.wait(PATIENCE) == [0, 0, 0], alone.output()
     expected, folder = results(slurm.runs / "uninterrupted" / "run"), slurm.runs / "lost" / "run"
-    number, (_, lost, _) = slurm.submit("lost", "--requeue", RUN, NPROC="3", NPROC_PER_NODE="2,1"), ADDRESSES
+    number, (_, lost, _) = slurm.submit("lost", "--requeue", RUN, NPROC_PER_NODE="2,1"), ADDRESSES
     slurm.until("lost", lambda: saved(folder))
     assert slurm.job(number)["NodeList"] == "petra-n[1-2]"
     run(f"ip -n {lost} link set eth0 down")

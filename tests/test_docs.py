@@ -156,8 +156,6 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
     if "NNODES" in environment:
         processes = [int(n) for n in environment["NPROC_PER_NODE"].split(",")]
         world = sum(processes) if len(processes) > 1 else processes[0] * int(environment["NNODES"])
-    if environment.get("NPROC") == "stages":  # at most so many
-        world = min(world, 2)
     for job in jobs(overrides, out):
         plan(world, *job.overrides)
         config = configured(*job.overrides)

@@ -11,21 +11,12 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from launch import node
 from launch import train as training
 from launch.node import Node
 from launch.runtime import agent, network
 from launch.runtime.rank import agree_on_start, require_distinct_gpus
 from petra import ConfigError
 from tests.support.commands import refused
-
-
-@pytest.fixture
-def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Change to a folder of the test's own, where Hydra writes multirun.yaml."""
-    monkeypatch.chdir(tmp_path)
-    return monkeypatch
-
 
 SLURM = "SLURM_NNODES=2 SLURM_NODEID=1 SLURM_GPUS_ON_NODE=2 MASTER_ADDR=a"
 KUBERNETES = "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=gpu PET_MASTER_ADDR=b PET_MASTER_PORT=7"
@@ -55,60 +46,6 @@ def test_the_environment_describes_a_node(environment: str, expected: Node | str
     else:
         with pytest.raises(ConfigError, match=re.escape(expected)):
             Node.from_environment(variables)
-
-
-@pytest.mark.parametrize(
-    ("environment", "model", "expected"),
-    [
-        ({"NNODES": "2", "SLURM_GPUS_ON_NODE": "8"}, "revnet18", [8, 2]),
-        ({"NNODES": "4", "NPROC_PER_NODE": "8"}, "revnet18", [7, 1, 1, 1]),
-        ({"NNODES": "2", "NPROC_PER_NODE": "8", "NPROC": "4"}, "revnet18", [3, 1]),
-        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 trainer.stages=auto", [3, 3]),
-        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 dp=2 trainer.stages=2", [3, 1]),
-        ({"NNODES": "2", "NPROC_PER_NODE": "3"}, "revnet18 trainer.epochs=1,2 --multirun", [3, 3]),
-    ],
-)
-def test_processes_of_a_run_fill_the_nodes(environment: dict[str, str], model: str, expected: list[int], in_folder, capsys) -> None:
-    """Without NPROC_PER_NODE and without GPUs, they are spread evenly. The first node prints the sum."""
-    model, *overrides = model.split()
-    started: list[list[str]] = []
-    in_folder.setattr(node, "run_agent", lambda flags, module, words: started.append([*flags, module, *words]))
-    words = [f"model={model}", "data=synthetic", "trainer.device=cpu", *overrides]
-    for rank in range(len(expected)):
-        for name, value in ({"NPROC": "stages", "MASTER_ADDR": "a", "NODE_RANK": str(rank)} | environment).items():
-            in_folder.setenv(name, value)
-        in_folder.setattr(sys, "argv", ["node", *words])
-        node.main(words)
-    assert [int(flags[flags.index("--nproc-per-node") + 1]) for flags in started] == expected
-    assert all(flags[-len(words) - 1 :] == ["launch.train", *words] for flags in started)
-    number = environment.get("NPROC") or f"{sum(expected)}"
-    stages = "" if "NPROC" in environment else f" for the 10 stages of {model}"
-    total = " + ".join(map(str, expected))
-    if not overrides:
-        assert capsys.readouterr().out == f"{number} process(es){stages}: {total} on {len(expected)} node(s)\n"
-
-
-@pytest.mark.parametrize(
-    ("environment", "words", "message"),
-    [
-        ({"NPROC": "many"}, [], "NPROC: expected an integer >= 1, or stages, got many"),
-        ({"NPROC": "5"}, [], "NPROC: expected 2 to 4 on 2 node(s) with 2 + 2, got 5"),
-        ({"NPROC": "5", "NPROC_PER_NODE": "auto,2"}, [], "NPROC_PER_NODE: expected only numbers in a list with NPROC, got auto,2"),
-        ({"NPROC": "stages"}, ["k=0"], "k: expected an integer >= 1, got 0"),
-        ({"NPROC": "stages"}, [], "command line: expected arguments such as experiment=demo"),
-        (
-            {"NPROC": "stages"},
-            ["data=synthetic", "model=revnet18,revnet34", "--multirun"],
-            "NPROC: expected a number, since the runs have different stages, got stages",
-        ),
-    ],
-)
-def test_invalid_numbers_of_processes(environment: dict[str, str], words: list[str], message: str, in_folder) -> None:
-    in_folder.setattr(node, "run_agent", lambda *arguments: pytest.fail("started"))
-    for name, value in ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NPROC_PER_NODE": "2"} | environment).items():
-        in_folder.setenv(name, value)
-    in_folder.setattr(sys, "argv", ["node", *words])
-    assert message in refused(node.main, words)
 
 
 def test_a_thread_that_ends_while_its_children_are_read_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
