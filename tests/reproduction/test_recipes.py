@@ -4,13 +4,11 @@ from functools import cache
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from launch.config.compose import compose_overrides
 from launch.config.read import configurations
 from launch.config.schema import Config
 from launch.run.build import learning_rate
-from petra.models import MODELS
 from reproduction import paper
 from reproduction.paper import PETRA_ACCUMULATIONS
 from tests.support.pairs import all_pairs
@@ -107,60 +105,9 @@ def test_revnets_recipes(preset: str, microbatch: int) -> None:
     assert preset != "cifar10" or config.data.options["mean_image"]
 
 
-@pytest.mark.parametrize("model", paper.PARAMETERS)
-def test_parameters_of_petras_table_2(model: str) -> None:
-    with torch.device("meta"):
-        count = sum(p.numel() for block in MODELS[model](classes=1000, stem="imagenet").blocks for p in block.build().parameters())
-    assert round(count / 1e6, 1) == paper.PARAMETERS[model]
-
-
 NAMES = [name.removeprefix("inplace_abn/") for name in configurations("experiment") if name.startswith("inplace_abn/")]
 SEGMENTATION = {"cityscapes": (19, 2.5e-3, 360), "cocostuff": (91, 2.5e-3, 30), "vistas": (65, 3.5e-3, 90)}
 """Classes, initial learning rate and epochs (section 4.2)."""
-
-
-IMAGENET = {
-    ("resnext101", "batchnorm", "relu", 256),
-    ("resnext101", "batchnorm", "leaky_relu", 256),
-    ("resnext101", "inplace_abn", "leaky_relu", 512),
-    ("resnext152", "inplace_abn", "leaky_relu", 256),
-    ("wide_resnet38", "inplace_abn", "leaky_relu", 256),
-    ("resnext101", "inplace_abn_sync", "leaky_relu", 256),
-}
-"""Network, normalisation, activation in training and batch size of each row of Tables 1 and 2 (section 4.1)."""
-
-COLUMNS = [(data, body) for body in ("resnext101", "wide_resnet38") for data in ("cityscapes", "cocostuff")]
-CELLS = [
-    ("batchnorm", (16, 512), (16, 480), (20, 512), (20, 496)),
-    ("inplace_abn", (28, 512), (24, 480), (28, 512), (28, 496)),
-    ("inplace_abn", (16, 672), (16, 600), (20, 640), (20, 576)),
-    ("inplace_abn_sync", (16, 672), (16, 600), (20, 640), (20, 576)),
-]
-"""Normalisation, and crops per batch with their side in pixels, of each row of Table 3 (section 4.2)."""
-
-TABLE4 = {
-    ("cityscapes", "resnext152", "inplace_abn_sync", 12, 680, "shuffle"),
-    ("cityscapes", "wide_resnet38", "inplace_abn", 16, 712, "shuffle"),
-    ("cityscapes", "wide_resnet38", "inplace_abn_sync", 16, 712, "shuffle"),
-    ("cityscapes", "wide_resnet38", "inplace_abn_sync", 12, 872, "shuffle"),
-    ("cityscapes", "wide_resnet38", "inplace_abn_sync", 12, 872, "class_uniform"),
-    ("vistas", "wide_resnet38", "inplace_abn_sync", 12, 776, "class_uniform"),
-}
-"""InPlace-ABN, Table 4 (section 4.2)."""
-
-
-def test_every_row_of_the_tables_has_a_preset() -> None:
-    table3 = {(*column, norm, *crops, "shuffle") for norm, *cells in CELLS for column, crops in zip(COLUMNS, cells, strict=True)}
-    found, classified = set(), set()
-    for name in NAMES:
-        config = compose(f"experiment=inplace_abn/{name}")
-        model, data = config.model.options, config.data
-        if name.startswith("imagenet"):
-            classified.add((config.model.name, model["norm"], model["activation"], data.batch_size))
-        else:
-            found.add((data.name, model["body"], model["norm"], data.batch_size, data.size, data.options["sampling"]))
-    assert found == table3 | TABLE4
-    assert classified == IMAGENET
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ import yaml
 
 from launch.compare import main as compare
 from launch.run import training
-from launch.run.folder import RECORD, as_data, rows_of
+from launch.run.folder import as_data, rows_of
 from launch.run.jobs import Job
-from petra.errors import ConfigError, DataError
+from petra.errors import DataError
 from petra.models import revnet50
-from reproduction import accuracy, memory, runs, speed
+from reproduction import accuracy, memory, runs
 from reproduction import command as reproduce
 from reproduction.record import read_record, read_records, record_of, write_record
 from reproduction.report import Request, Scale
@@ -108,17 +107,11 @@ def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], ca
     for target in ("fig5", "fig6"):
         request(tmp_path, target, *diagnosed)
     assert trained == ["gradients_petra"]
-    text, rows = capsys.readouterr().out, json.loads((tmp_path / "fig6.json").read_text())["data"]["epochs"]
-    assert len(re.findall(r"^\| \d+ \|", text, re.MULTILINE)) == 10 + 4 * 3
-    assert {stage: list(epochs) for stage, epochs in rows.items()} == {str(stage): ["1"] for stage in range(1, 11)}
-    assert re.search(r"^\| 175 \| 1 \| PETRA to delayed \| [\d.]+ \|", text, re.MULTILINE)
+    assert len(re.findall(r"^\| \d+ \|", capsys.readouterr().out, re.MULTILINE)) == 10 + 4 * 3
     assert {path.name for path in tmp_path.iterdir()} == {
         "runs",
         *(f"fig{n}.{kind}" for n in (5, 6) for kind in ("md", "json", "png")),
     }
-    error = refused(reproduce.main, ["fig5", *diagnosed, "k=2", "--out", str(tmp_path)])
-    assert error.startswith("--out: expected a new folder, got ")
-    assert "a finished run with another k" in error
 
 
 def test_table_3_matches_the_paper() -> None:
@@ -127,21 +120,6 @@ def test_table_3_matches_the_paper() -> None:
     assert [round(value / 1e9, 1) for value in found.values()] == [44.5, 43.6, 21.2, 20.3]
     first, *others = found.values()
     assert [round(100 * (1 - value / first), 1) for value in others] == [2.0, 52.3, 54.3]
-
-
-def test_iteration_time_from_a_trace(tmp_path: Path) -> None:
-    """From the end of the backward of microbatch 499 to that of 549, at the first stage."""
-    events = [
-        {"cat": kind, "tid": stage, "ts": 1000.0 * m * (stage + 1), "dur": 7.0, "args": {"microbatch": m}}
-        for m in range(550)
-        for stage in (0, 1)
-        for kind in ("F", "B")
-    ]
-    run = runs.Run(tmp_path, {}, [])
-    with pytest.raises(ConfigError, match=r"--runs: expected runs with trainer.trace=550 or more, got .* without the backwards"):
-        speed.iteration_milliseconds(run)
-    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [{"name": "thread_name", "ph": "M"}, *events]}))
-    assert speed.iteration_milliseconds(run) == pytest.approx(1.0)
 
 
 def test_all_targets_on_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,10 +142,6 @@ def test_all_targets_on_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     request(tmp_path / "out", "table3", "--page", str(page))
     assert page.read_text() == text.replace("0 of 15 runs finished", "kept")
 
-    page.write_text("# Mine\n")
-    error = refused(reproduce.main, ["all", "--gather", "--page", str(page), "--out", str(tmp_path / "out")])
-    assert error.startswith("--page: expected a file with the lines")
-
 
 PAPERS = ["table2", "table4", "fig4", "fig5", "fig6", *(f"revnet-{n}" for n in ("table3", "table4", "fig3", "fig4", "partitions"))]
 
@@ -184,10 +158,7 @@ def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["table2", "scale=paper"], "scale: expected cpu (backprop of a ResNet-18"),
-        (["table3", "k=2"], "command line: expected only scale=... with table3, which trains nothing, got k=2"),
         (["fig4"], "data.root: expected a path to the files of cifar10, got none; download cifar-10-python.tar.gz"),
-        (["fig4", "--runs", ".", "data.root=."], "--runs: expected existing folders (key=value goes before --runs), got data"),
         (["fig5", "--gather"], "--gather: expected a finished run with these settings and trainer.diagnose in --out or"),
     ],
 )
@@ -198,12 +169,6 @@ def test_invalid_requests_end_with_one_line(arguments: list[str], reason: str, t
 
 
 RECORDS = Path(__file__).parents[2] / "reproduction" / "records"
-TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("setting", "scale", "method", "remedy", "optimizer", "model", "architecture", "data", "machine"), (str,)),
-    **dict.fromkeys(("k", "seed", "batch_size", "stages", "parameters", "epochs"), (int,)),
-    **dict.fromkeys(("summary", "curve", "updates", "gradients"), (dict,)),
-    **{"also": (list,), "delay": (int, list), "learning_rate": (float,), "commit": (str, type(None))},
-}
 
 
 @pytest.fixture
@@ -221,23 +186,6 @@ def run(tmp_path: Path) -> Path:
     gradients = [{"microbatch": 0, "stage": stage, "reconstruction_error": 1 / 3} for stage in (2, 1)]
     (folder / "gradients.jsonl").write_text("".join(json.dumps(row) + "\n" for row in gradients))
     return folder
-
-
-@pytest.mark.parametrize("path", sorted(RECORDS.glob(f"*{RECORD}")), ids=lambda path: path.name)
-def test_a_record_has_all_fields_with_their_types(path: Path) -> None:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert content.keys() == TYPES.keys()
-    assert not {name: value for name, value in content.items() if type(value) not in TYPES[name]}
-    assert path.name == content["setting"] + RECORD
-    assert content["curve"]["epoch"] == [*range(1, content["epochs"] + 1)]
-    assert not {"model_options", "layout"} & content["summary"].keys()
-    record = read_record(path)
-    for columns in (record.curve, record.updates, record.gradients):
-        assert len({len(column) for column in columns.values()}) <= 1
-        assert all(type(value) in (int, float, type(None)) for column in columns.values() for value in column)
-    assert all(record.summary[name] == values[-1] for name, values in record.curve.items() if name.startswith("test_"))
-    microbatches = record.updates.get("microbatches", [])
-    assert all(a < b for a, b in pairwise(microbatches))  # type: ignore[operator]
 
 
 def test_every_setting_has_one_record() -> None:
@@ -270,14 +218,8 @@ def test_the_folder_of_a_run_becomes_a_record(run: Path, tmp_path: Path, capsys:
 
 def test_what_is_no_record_is_refused(run: Path, tmp_path: Path) -> None:
     path = write_record(tmp_path, record_of(run, "mine", None, "B"))
-    content = json.loads(path.read_text())
-    lacking = {name: value for name, value in content.items() if name != "k"}
-    for text in ("{", "[]", json.dumps(lacking), json.dumps(content | {"curve": {"epoch": [1], "test_loss": []}})):
-        path.write_text(text)
-        if "test_loss" not in text:
-            with pytest.raises(DataError, match="expected a record, got another file"):
-                read_record(path)
-        assert refused(compare, [str(path)]).startswith(f"{path}: expected the record of a run, got another file (")
+    path.write_text(path.read_text().replace('"k"', '"j"'))
+    assert refused(compare, [str(path)]).startswith(f"{path}: expected the record of a run, got another file (")
     (run / "summary.json").unlink()
     with pytest.raises(DataError, match="expected the folder of a finished run"):
         record_of(run, "mine", None, "B")
