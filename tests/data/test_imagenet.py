@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
-from petra.data import EvalSource, Preparation, TrainSource, imagenet, load_dataset, releases
+from petra.data import EvalSource, Preparation, TrainSource, load_dataset, releases
 from petra.data.arrays import augment
 from petra.data.imagenet import MOMENTS, cropped, random_box
 from petra.data.releases import CIFAR10, CIFAR100, IMAGENET32
@@ -85,8 +85,7 @@ def test_area_and_aspect_ratio_of_random_crops():
         assert box in {random_box(*size, random.Random(seed)) for seed in range(50)}
 
 
-def test_training_images_depend_on_seed_and_index_and_half_are_flipped(folders, monkeypatch):
-    """A share decodes its own files only."""
+def test_training_images_depend_on_seed_and_index_and_half_are_flipped(folders):
     data = load_dataset("imagenet", root=folders, size=12)
     one, other = (TrainSource(data, 4, seed=3) for _ in range(2))
     expected = [one.inputs(m) for m in range(6)]
@@ -101,11 +100,6 @@ def test_training_images_depend_on_seed_and_index_and_half_are_flipped(folders, 
     assert len(clear) > 60
     assert 0.35 < np.mean(clear) < 0.65
 
-    decode, opened = imagenet.cropped, []
-    monkeypatch.setattr(imagenet, "cropped", lambda path, *rest: opened.append(path) or decode(path, *rest))
-    assert torch.equal(TrainSource(data, 4, seed=3, share=slice(2, 4)).inputs(2), expected[2][2:])
-    assert len(opened) == 2
-
 
 def test_invalid_folders(tmp_path):
     def refused(message):
@@ -114,11 +108,6 @@ def test_invalid_folders(tmp_path):
 
     refused(r"train: can't be read \(No such file or directory\); data\.root is a folder with train/<class>")
     write_image_folders(tmp_path)
-    for file in (tmp_path / "val" / "n02").iterdir():
-        file.rename(tmp_path / "val" / file.name)
-    refused(r"val/n02: expected files that end in \.jpeg, \.jpg or \.png, got none")
-    (tmp_path / "val" / "n02").rmdir()
-    refused(r"expected the same classes in train and val, got n02 in one of them only")
     for folder in (tmp_path / "val").glob("n*"):
         folder.rename(tmp_path / folder.name)
     refused(r"val: expected at least 2 folders of classes, got 0; .*move the validation images")
@@ -126,17 +115,12 @@ def test_invalid_folders(tmp_path):
 
 @st.composite
 def damaged(draw: st.DrawFn, content: bytes) -> bytes:
-    """Replace up to four bytes, often near the start, where the structure is. May also remove a piece, or truncate the content."""
+    """Replace up to four bytes, often near the start, where the structure is, and truncate the content."""
     places = st.integers(0, len(content) - 1) | st.integers(0, min(400, len(content)) - 1)
     result = bytearray(content)
     for place, value in draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=4)):
         result[place] = value
-    if draw(st.booleans()):
-        start, length = draw(places), draw(st.integers(1, 64))
-        del result[start : start + length]
-    if draw(st.booleans()):
-        del result[draw(places) :]
-    return bytes(result)
+    return bytes(result[: draw(places | st.none())])
 
 
 JPEGS, PNG, PROGRESSIVE = [jpeg(smooth_image(40, 30, mode)) for mode in ("RGB", "L", "CMYK")], io.BytesIO(), io.BytesIO()

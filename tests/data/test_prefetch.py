@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import sys
@@ -17,7 +16,7 @@ import pytest
 import torch
 
 from petra.data import TrainSource, load_dataset
-from petra.data.prefetch import PREFETCH_FACTOR, Prefetcher, _ignore_signals
+from petra.data.prefetch import PREFETCH_FACTOR, Prefetcher
 from petra.errors import DataError
 from tests.support.processes import is_running
 
@@ -57,14 +56,6 @@ def test_workers_exit_after_the_last_number() -> None:
         assert not multiprocessing.active_children()
 
 
-def test_a_worker_whose_parent_ends_before_it_starts_exits() -> None:
-    """A process of another parent; torch's loader compares with the parent that the worker finds when it starts."""
-    worker = multiprocessing.get_context("fork").Process(target=_ignore_signals, args=(0, 0))
-    worker.start()
-    worker.join(60)
-    assert worker.exitcode == 1
-
-
 def test_workers_end_with_their_source() -> None:
     """At once: no circle of references is left for the collector, which would take 5 s for each worker."""
     source = TrainSource(load_dataset("digits"), 4, seed=0, workers=1)
@@ -101,15 +92,6 @@ def test_a_worker_that_fails_is_reported(message: str) -> None:
     assert "data" not in message or len(str(error.value).splitlines()) == 1
 
 
-def _few_files(sender: Connection) -> None:
-    limit = len(os.listdir("/proc/self/fd")) + 12
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    try:
-        Prefetcher(doubled, workers=8)(0)
-    except DataError as error:
-        sender.send(str(error))
-
-
 def _prefetching(sender: Connection, end: str) -> None:
     prefetch = Prefetcher(doubled, workers=2)
     prefetch(0)
@@ -128,14 +110,6 @@ def started(function: Callable[..., None], *arguments: str) -> tuple[multiproces
     sender.close()
     assert receiver.poll(120)
     return process, receiver.recv()
-
-
-def test_too_many_open_files_are_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    process, message = started(_few_files)
-    assert re.fullmatch(r"data\.workers=8: can't prepare data \(.*Too many open files\); .*", message)
-    process.join(60)
-    assert process.exitcode == 0
-    assert not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("end", ["killed", "error"])

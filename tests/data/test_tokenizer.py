@@ -47,6 +47,7 @@ def test_documents_are_delimited_and_divided(tmp_path: Path, monkeypatch: pytest
     assert (two / "val_000000.bin").read_bytes() == (three / "val_000000.bin").read_bytes()
     assert len(list(two.glob("train_*.bin"))) > 1
     assert not [*two.glob("*test*")]
+    assert {*facts["files"]} == {path.name for path in three.glob("*.bin")}
     parts = {part: decoded(three, part) for part in ("train", "val", "test")}
     assert sorted(text for texts in parts.values() for text in texts) == sorted(TEXTS)
     for part, texts in parts.items():
@@ -73,22 +74,6 @@ def test_files_for_other_parts_and_a_given_vocabulary(tmp_path: Path, capsys: py
     parts = [decoded(tmp_path / "again", part) for part in ("train", "val", "test")]
     assert parts == [["Chapter one"], ["Chapter two"], ["Chapter three"]]
     assert capsys.readouterr().err == "", "the progress bar is for terminals"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--vocabulary", "256"], "--vocabulary: expected an integer >= 257"),
-        (["--vocabulary", "missing.json"], "missing.json: can't be read as a vocabulary"),
-        (["--validation", "1.5"], "--validation: expected a number > 0 and < 1, or files, got 1.5"),
-        (["--validation", "missing.txt"], "missing.txt: can't be read as UTF-8 text"),
-    ],
-)
-def test_invalid_input_gives_one_line(words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        tokenize(tmp_path, *words)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert message in line
 
 
 @pytest.mark.parametrize("line", ['{"text": null}', '{"content": "a"}', "[1, 2", '"text"'])
@@ -138,16 +123,3 @@ def test_few_documents_give_about_the_asked_fraction(sizes: tuple[int, ...], tes
     assert sum(len(text) for found in parts.values() for text in found) == sum(map(len, texts))
     longest = max(texts, key=len)
     assert parts["val"][texts.index(longest) if len(parts["val"]) > 1 else 0] in longest[-len(longest) // 8 :]
-
-
-def test_a_folder_with_tokens_is_refused_before_the_vocabulary_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "tokens").mkdir()
-    (tmp_path / "tokens" / "train.bin").touch()
-    trained = []
-    monkeypatch.setattr("launch.tokenize.train_vocabulary", lambda *options: trained.append(options))
-    with pytest.raises(SystemExit):
-        tokenize(tmp_path)
-    assert not trained
-    assert "--out: expected a folder without token files" in capsys.readouterr().err

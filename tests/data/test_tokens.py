@@ -113,10 +113,8 @@ def header(*numbers: int) -> bytes:
     ("name", "content", "message"),
     [
         (VAL, b"\0" * 7, r"val_000000\.bin: expected the header of llm\.c, 1024 bytes, got another magic number"),
-        (VAL, header(20240520 ^ 16, 1, 4), r"val_000000\.bin: expected the header of llm\.c, 1024 bytes, got another magic number"),
         (VAL, header(20240520, 1, 4)[:200], r"val_000000\.bin: expected the header of llm\.c, 1024 bytes, got 200 bytes"),
         (VAL, header(20240520, 1, 1) + b"\0\0", r"\*val\*\.bin: expected files with at least 2 tokens, got 1"),
-        (VAL, None, r"\*val\*\.bin: expected files with at least 2 tokens, got none"),
         (VAL, header(20240520, 3, 4), r"val_000000\.bin: expected version 1 of llm\.c's format, got 3"),
         (VAL, header(20240520, 1, 4), r"val_000000\.bin: expected 4 tokens, as its header says, got 0"),
         ("corpus.json", b"{", r"corpus\.json: can't be read"),
@@ -134,7 +132,6 @@ def test_damaged_files(name: str, content: bytes | None, message: str, folder: P
     [
         ({"train": {"tokens": 10**9, "bytes": 130}}, r"\*train\*\.bin: expected 1000000000 tokens, as in corpus\.json, got 65"),
         *(({"val": {"tokens": 12, "bytes": b}}, rf"val\.bytes: expected an integer > 0, got {b}") for b in (0, np.nan, np.inf)),
-        ({"val": {"tokens": 0, "bytes": 42}}, r"corpus\.json, val\.tokens: expected an integer > 0, got 0"),
         ({"train": None}, r"corpus\.json, train\.tokens: expected an integer > 0, got None"),
     ],
 )
