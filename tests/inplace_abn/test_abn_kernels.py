@@ -110,16 +110,3 @@ def test_kernels_compile_to_machine_code(name: str, architecture: str, float_nam
     assert f".target {architecture}" in found.asm["ptx"]
     assert found.metadata.shared <= 2**10
     assert ".local" not in found.asm["ptx"]  # nothing is stored outside registers and shared memory
-
-
-@compiles
-@pytest.mark.parametrize("shape", [(64, 128, 112, 112), (168, 128, 112, 112), (1024, 64, 112, 112), (4096, 64, 32, 32)])
-def test_grids_are_within_the_limits_of_cuda(shape: tuple[int, ...]) -> None:
-    kernels = importlib.import_module("petra.inplace_abn.kernels")
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        z = torch.empty(shape, device="meta", memory_format=memory_format)
-        rows, channels = kernels.input_gradient_grid(z)
-        assert rows <= 2**31 - 1
-        assert channels <= 65_535
-        assert kernels.supports(z)
-    assert not kernels.supports(torch.empty((1, 70_000, 2), device="meta"))

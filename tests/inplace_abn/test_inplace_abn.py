@@ -192,7 +192,6 @@ def test_autocast_in_bf16(module: str) -> None:
 
 INVALID = (
     ({"norm": "groupnorm"}, "model.norm: expected batchnorm, inplace_abn or inplace_abn_sync, got groupnorm"),
-    ({"norm": "inplace_abn", "activation": "relu"}, "expected leaky_relu with model.norm=inplace_abn, got relu"),
     ({"activation": "elu"}, "model.activation: expected relu or leaky_relu with model.norm=batchnorm, got elu"),
 )
 
@@ -201,7 +200,6 @@ INVALID = (
     ("build", "message"),
     [
         (lambda: InPlaceABN(3, "relu"), "activation: expected leaky_relu, .* or identity, which are invertible, got relu"),
-        (lambda: InPlaceABN(3, affine=False, fixed_scale=True), "fixed_scale: expected false with affine=False, got true"),
         (
             lambda: CheckpointedABNConv(InPlaceABN(3), nn.Conv2d(3, 3, 3, padding=1, padding_mode="circular"), "input"),
             r"conv: expected zero padding .*\(1, 1\) of mode circular",

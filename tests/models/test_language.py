@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from petra import METHODS, BlockSpec, ConfigError, Model, ModelError, TensorSpec
 from petra.models import gpt, revgpt, revvit
-from petra.models.attention import MLP, Attention, HeadNorm, LayerOptions
+from petra.models.attention import MLP, Attention, LayerOptions
 from petra.models.generation import Sampling, generate
 from petra.models.language import COUPLINGS, POSITIONS
 from petra.reversible import derive_seed
@@ -88,18 +88,6 @@ def attend(layer: Attention, x: Tensor, documents: Tensor | None = None) -> Tens
         outputs.append(scores.softmax(-1) @ v)
     y = torch.cat(outputs, -1) @ layer.out.weight.T
     return y if layer.out.bias is None else y + layer.out.bias
-
-
-@pytest.mark.filterwarnings("error")
-def test_norm_of_bf16_heads_is_fused_and_accurate() -> None:
-    """Torch warns if weights of another type keep it from its fused kernel."""
-    torch.manual_seed(0)
-    norm, x = HeadNorm(16), 0.01 * torch.randn(2, 3, 5, 16)
-    torch.nn.init.normal_(norm.weight, 1.0, 0.3)
-    y = norm(x.bfloat16())
-    assert y.dtype is torch.bfloat16
-    torch.testing.assert_close(y.double(), rms(x.bfloat16().double(), norm.weight.double()), rtol=0.02, atol=0.01)
-    assert torch.equal(norm(x), F.rms_norm(x, (16,), norm.weight))
 
 
 OPTIONS = {
@@ -233,13 +221,7 @@ NETS = {
 }
 
 
-def test_stems_give_both_streams_content_and_position() -> None:
-    stem, tokens = NETS["gpt2"].build_block(0, 0), Texts().inputs(0)
-    x1, x2 = stem(tokens)
-    assert torch.equal(x1, x2)
-    assert torch.equal(x1[1, 2], stem.tokens.weight[tokens[1, 2]] + stem.positions[2])
-    assert torch.equal(stem(tokens[:, :4])[0], x1[:, :4])
-
+def test_patches_give_both_streams_content_and_position() -> None:
     stem, images = NETS["revvit"].build_block(0, 0), torch.randn(2, 3, 8, 8)
     x1, x2 = stem(images)
     assert torch.equal(x1, x2)
@@ -276,17 +258,6 @@ def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
                 torch.testing.assert_close(p.grad * never, expected[f"{model.blocks[b].name}.{key}"].grad, rtol=1e-9, atol=1e-12)
 
 
-def test_exact_streams_and_low_precision_messages_carry_the_documents() -> None:
-    """The reconstruction is exact bit for bit, and the starts of documents survive a message in bf16."""
-    data = Texts()
-    exact = make_pipeline(NETS["leapfrog"], data.spec, k=2, optimizer=adamw, numerics=Numerics(exact_streams=True), seed=1)
-    exact.train(data, 6)
-    wired = make_pipeline(
-        NETS["leapfrog"], data.spec, k=2, optimizer=adamw, numerics=Numerics(autocast=torch.bfloat16, wire=torch.bfloat16), seed=1
-    )
-    assert wired.train(data, 6).loss == pytest.approx(exact.train(data, 6).loss, rel=0.1)
-
-
 def adamw(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3)
 
@@ -307,16 +278,10 @@ def test_bf16_autocast_keeps_streams_in_float32(name: str) -> None:
 @pytest.mark.parametrize(
     ("build", "arguments", "message"),
     [
-        *((build, {"classes": 0}, r"model\.classes: expected an integer >= 1, got 0") for build in (revgpt, revvit)),
-        (revgpt, {"dim": 50, "heads": 4}, r"model\.dim: expected a multiple of 4 \(model\.heads\), got 50"),
-        (revvit, {"dropout": 1.0}, r"model\.dropout: expected a number >= 0 and < 1, got 1\.0"),
         (revvit, {"patch": 5}, r"model\.patch: expected a divisor of 32, the side of the images in pixels, got 5"),
-        (revgpt, {"size": 0}, r"model\.size: expected an integer >= 1, got 0"),
         (revgpt, {"kv_heads": 4}, r"model\.kv_heads: expected null or a divisor of 6 \(model\.heads\), got 4"),
-        (revgpt, {"positions": "none"}, r"model\.positions: expected learned or rotary, got none"),
         (revgpt, {"dim": 18, "positions": "rotary"}, r"model\.dim: expected an even number of channels per head with model\.pos"),
         (revgpt, {"delimiter": 256}, r"model\.delimiter: expected null or a token from 0 to 255, got 256"),
-        (revgpt, {"embedding_std": float("inf")}, r"model\.embedding_std: expected a number > 0, got inf"),
         (revgpt, {"coupling": "midpoint", "step": float("inf")}, r"model\.step: expected a number > 0; 1 for two_func.*, got inf"),
         (revgpt, {"step": 0.5}, r"model\.step: expected a number > 0; 1 for two_functions, got 0\.5"),
     ],
@@ -324,15 +289,6 @@ def test_bf16_autocast_keeps_streams_in_float32(name: str) -> None:
 def test_invalid_options(build: Callable[..., Model], arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "found"), [("gpt2", (2, LENGTH + 1), "at most 12 tokens, got 13"), ("revvit", (2, 3, 16, 16), "")]
-)
-def test_inputs_that_the_stem_does_not_accept(name: str, shape: tuple[int, ...], found: str) -> None:
-    dtype = torch.int64 if name == "gpt2" else torch.float32
-    with pytest.raises(ModelError, match=f"block stem: expected an input that it accepts, got .* from the data .*{found}"):
-        NETS[name].profile(TensorSpec(shape, dtype))
 
 
 SIZE = 12
@@ -398,11 +354,7 @@ def test_the_seed_decides_the_text_and_the_stop_token_ends_it() -> None:
             next(generate(network, prompt, Sampling(), 0))
 
 
-def test_extreme_logits_and_temperatures() -> None:
-    """Logits of a diverged network are refused. The lowest temperature takes the most probable token, the highest any token."""
+def test_logits_of_a_diverged_network_are_refused() -> None:
     for value, temperature in product((float("nan"), float("inf")), (0.0, 1.0)):
         with pytest.raises(ModelError, match=f"weights: expected those of a network with finite logits, got {value}"):
             Sampling(temperature).draw(torch.tensor([0.0, value, 1.0]), torch.Generator())
-    logits, generator = torch.tensor([3e38, 0.0, 2e38]), torch.Generator().manual_seed(0)
-    assert {Sampling(1e-100).draw(logits, generator) for _ in range(20)} == {0}
-    assert {Sampling(1e100).draw(logits, generator) for _ in range(50)} == {0, 1, 2}

@@ -1,7 +1,6 @@
 """Convolutional networks, models of existing modules, and the example of docs/own_model.md."""
 
 import copy
-import math
 import os
 import runpy
 import subprocess
@@ -110,14 +109,6 @@ def test_reversible_blocks_and_the_invertible_stem_are_inverted(name, options):
             torch.testing.assert_close(as_streams(block.inverse(*streams)), given, rtol=1e-9, atol=1e-9)
 
 
-def test_invertible_stem():
-    for factor, channels in ((1, 2), (1, 5), (2, 6), (2, 9)):
-        stem, x = InvertibleStem(factor, channels), torch.randn(2, 3, 8, 4)
-        y1, y2 = stem(x)
-        assert y1.shape == y2.shape == (2, channels, 8 // factor, 4 // factor)
-        assert torch.equal(stem.inverse(y1, y2), x)
-
-
 def test_blocks_that_change_the_shape_return_both_streams_resized():
     """Shortcuts without parameters pool and pad. A basic block of PETRA returns its first convolution of x2."""
     x1, x2 = torch.randn(2, 2, 16, 8, 8).unbind(0)
@@ -154,8 +145,6 @@ def test_initial_weights(name):
     ("name", "arguments", "message"),
     [
         ("resnet18", {"width": 0.3}, "expected a positive multiple of 1/64, got 0.3, which makes 19.2 channels in a layer"),
-        *(("resnet18", {"width": value}, f"model.width: expected .*, got {value},") for value in (0, -1, math.nan, math.inf)),
-        *((name, {"classes": 0}, "model.classes: expected an integer >= 1, got 0") for name in (*RUN, "irevnet301")),
         ("revnet38", {"width": 1 / 16}, "expected a positive multiple of 1/8, got 0.0625, which makes 3.5 channels in a layer"),
         ("irevnet163", {"width": 1 / 8}, "model.width: expected a positive multiple of 1/4, got 0.125"),
     ],
