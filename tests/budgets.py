@@ -39,6 +39,7 @@ ROOMS = {
     ("petra/models",): Budget(1_700, 1_700),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
+    ("petra/huggingface",): Budget(530, 1_000),
     ("petra/diagnostics",): Budget(790, 790),
     ("petra/cost_model",): Budget(1_520, 1_520),
     ("petra/analysis",): Budget(400, 400),
@@ -50,11 +51,11 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_930, 2_930),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_670, 15_370),
+    ("tests", "stress"): Budget(17_800, 15_370),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(24_000, 23_300)
+BOTH = Budget(24_526, 24_300)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -26,7 +26,7 @@ from tests.support.nets import Head, RandomSource, Stem, make_pipeline
 PETRA = (
     *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "distributed", "method"),
     *("model", "plan", "transport", "engine", "staleness", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models"),
-    *("inplace_abn", "training", "elastic", "__main__"),
+    *("inplace_abn", "training", "elastic", "huggingface", "__main__"),
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
 LAUNCH = ("config", "runtime", "run", "elastic", "doctor", "selftest")

@@ -1,0 +1,144 @@
+"""Blocks around the modules of ``transformers``: embedding, layer, head. The modules inside are those of the model, unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
+
+from petra.errors import ModelError, require
+from petra.huggingface.inputs import attention_mask, context_of, positions
+from petra.specs import Streams
+
+MASKS = {
+    "full_attention": create_causal_mask,
+    "sliding_attention": create_sliding_window_causal_mask,
+    "bidirectional": create_bidirectional_mask,
+}
+"""Functions of ``transformers`` that make the mask of a layer whose rows are documents without padding."""
+
+
+class Embedding(nn.Module):
+    """First block of a model of tokens. Maps int64 inputs (:func:`petra.huggingface.stack`) to (B, T, D), and a context (B, T).
+
+    Args:
+        embed: Function of the fields of a batch and ``position_ids``, with the model's embeddings.
+        fields: Names of the rows of the inputs.
+        delimiter: Token with which every document begins, or None.
+    """
+
+    def __init__(self, embed: nn.Module, fields: Sequence[str], delimiter: int | None) -> None:
+        super().__init__()
+        self.embed, self.fields, self.delimiter = embed, tuple(fields), delimiter
+
+    def forward(self, inputs: Tensor) -> Streams:
+        rows = dict(zip(self.fields, inputs.unbind(1) if len(self.fields) > 1 else [inputs], strict=True))
+        context = context_of(rows, self.delimiter)
+        hidden: Tensor = self.embed(rows, None if context is None else positions(context))
+        return (hidden,) if context is None else (hidden, context.to(hidden.dtype))
+
+
+class TokenEmbedding(nn.Module):
+    """Embedding of tokens alone, for layers that rotate queries and keys by their position."""
+
+    def __init__(self, tokens: nn.Module) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def forward(self, rows: dict[str, Tensor], position_ids: Tensor | None) -> Tensor:
+        embedded: Tensor = self.tokens(rows["input_ids"])
+        return embedded
+
+
+class SumOfEmbeddings(nn.Module):
+    """Sum of the embeddings of tokens and positions, and dropout (GPT-2)."""
+
+    def __init__(self, tokens: nn.Module, learned: nn.Module, dropout: nn.Module) -> None:
+        super().__init__()
+        self.tokens, self.learned, self.dropout = tokens, learned, dropout
+
+    def forward(self, rows: dict[str, Tensor], position_ids: Tensor | None) -> Tensor:
+        tokens = rows["input_ids"]
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        embedded: Tensor = self.dropout(self.tokens(tokens) + self.learned(position_ids))
+        return embedded
+
+
+class WholeEmbedding(nn.Module):
+    """Embedding that is one module, and takes fields by name (BERT)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, rows: dict[str, Tensor], position_ids: Tensor | None) -> Tensor:
+        fields = {name: rows[name] for name in ("input_ids", "token_type_ids") if name in rows}
+        embedded: Tensor = self.module(**fields)
+        return embedded
+
+
+class Layer(nn.Module):
+    """One layer. Maps (B, T, D) and the context, if any, to the same.
+
+    Args:
+        layer: The layer.
+        config: Configuration of the model.
+        mask: Key of :data:`MASKS`.
+        rotary: Module that computes the rotary tables from the positions, of this block alone; None for layers without.
+        rotary_arguments: Further arguments of ``rotary``.
+    """
+
+    def __init__(self, layer: nn.Module, config: Any, mask: str, rotary: nn.Module | None = None, *rotary_arguments: Any) -> None:
+        super().__init__()
+        self.layer, self.config, self.mask, self.rotary, self.arguments = layer, config, mask, rotary, rotary_arguments
+
+    def forward(self, hidden: Tensor, *context: Tensor) -> Streams:
+        arguments: dict[str, Any] = {"attention_mask": self._mask(hidden, *context)}
+        if self.rotary is not None:
+            index = positions(context[0]) if context else torch.arange(hidden.shape[1], device=hidden.device)[None]
+            arguments["position_embeddings"] = self.rotary(hidden, index, *self.arguments)
+        return self.layer(hidden, **arguments), *context
+
+    def _mask(self, hidden: Tensor, context: Tensor | None = None) -> Tensor | None:
+        """Return the mask of attention in the form that the implementation of attention takes.
+
+        Raises:
+            ModelError: If there is a context, and the implementation takes other masks than ours.
+        """
+        if context is None:
+            mask: Tensor | None = MASKS[self.mask](self.config, hidden, None, cache=None)
+            return mask
+        name = self.config._attn_implementation
+        require(name == "sdpa", "attn_implementation", "sdpa with padding or packed documents", name, ModelError)
+        window = self.config.sliding_window if self.mask == "sliding_attention" else None
+        return attention_mask(context, causal=self.mask != "bidirectional", window=window)
+
+
+class Head(nn.Module):
+    """Last block: modules one after another, from (B, T, D) to the input of the loss. The context is not used.
+
+    Args:
+        modules: The modules.
+        select: Function of (B, T, D) before all of them, or None.
+        cap: Largest absolute value of a logit, c · tanh(logit / c) (Gemma 2); None: no limit.
+    """
+
+    def __init__(self, *modules: nn.Module, select: Callable[[Tensor], Tensor] | None = None, cap: float | None = None) -> None:
+        super().__init__()
+        self.parts, self.select, self.cap = nn.ModuleList(modules), select, cap
+
+    def forward(self, hidden: Tensor, *context: Tensor) -> Tensor:
+        x = hidden if self.select is None else self.select(hidden)
+        for part in self.parts:
+            x = part(x)
+        x = x if self.cap is None else torch.tanh(x / self.cap) * self.cap
+        return x.flatten(0, -2)
+
+
+def first_position(hidden: Tensor) -> Tensor:
+    """Return the vectors (B, D) of the first positions."""
+    return hidden[:, 0]

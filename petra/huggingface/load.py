@@ -1,0 +1,140 @@
+"""A model of ``transformers``, or its checkpoint, as a :class:`petra.Model` of one block per layer."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.utils import logging
+
+from petra.errors import ConfigError, first_line, invalid, require
+from petra.huggingface.inputs import FIELDS, row_names
+from petra.huggingface.split import DECODERS, split
+from petra.model import BlockSpec, Model
+from petra.reversible import seeded
+
+MODELS = ", ".join(DECODERS)
+
+
+def from_pretrained(
+    source: str | Path | Any, *, fields: Sequence[str] = FIELDS[:1], delimiter: int | None = None, dtype: torch.dtype | None = None
+) -> Model:
+    """Return a model of one block for the embedding, one for each layer, and one for the head, with pre-trained weights.
+
+    Input and output of the model:
+
+    =================================  ================================================  ========================================
+    model                              inputs (:func:`petra.huggingface.stack`)          output
+    =================================  ================================================  ========================================
+    decoders, GPT-2, BertForMaskedLM   int64 (B, T), or (B, fields, T) of several        logits (B·T, vocabulary)
+    BertForSequenceClassification      the same                                          logits (B, labels)
+    ViTForImageClassification          images (B, channels, height, width)               logits (B, labels)
+    =================================  ================================================  ========================================
+
+    Every process calls this function. The weights of a folder are mapped from its files, and a process copies those of its own
+    stages only. The modules in the blocks are those of ``transformers``; a model that is passed keeps its own weights.
+    If embedding and head share weights, they are trained apart, because they are in different stages, and a line says so.
+    Parameters that are frozen (``requires_grad=False``), as ``peft`` does it, stay frozen.
+
+    Args:
+        source: Folder of a checkpoint, or name on Hugging Face's hub, or a model of ``transformers`` or ``peft``.
+        fields: Names of the rows of the inputs: ``input_ids``, and ``attention_mask`` for padded rows, ``position_ids`` for packed
+            documents, ``token_type_ids`` for BERT.
+        delimiter: Token with which every document begins. Positions then restart there, and attend to their own document only.
+            None: a row is one document.
+        dtype: Type of the weights. None: that of a model that is passed, and float32 for a folder.
+
+    Raises:
+        ConfigError: If the checkpoint can't be read, or needs code of its own (``trust_remote_code``).
+        ModelError: If the class of the model is not supported.
+    """
+    named = isinstance(source, str | os.PathLike)
+    rows, model = row_names(fields), loaded(source) if named else source
+    if hasattr(model, "get_base_model"):  # of peft
+        model = model.get_base_model()
+    parts, added = untied(split(model, rows, delimiter))
+    if added and _first_process():
+        print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", flush=True)
+    specs = Model.of(type(model).__name__, parts)
+    dtype = torch.float32 if named and dtype is None else dtype
+    built = {spec.name: partial(_built, parts[spec.name], spec.build, dtype) for spec in specs.blocks}
+    return Model(specs.name, tuple(BlockSpec(name, build) for name, build in built.items()))
+
+
+def loaded(path: str | os.PathLike[str], model: str | None = None) -> Any:
+    """Return the model in the folder of a checkpoint, with the type of its files, in training mode.
+
+    Weights that the checkpoint lacks are random, and equal in every process.
+
+    Raises:
+        ConfigError: If it can't be read, or needs code of its own.
+    """
+    with _reading(path):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    code = getattr(config, "auto_map", None)
+    require(not code, str(path), "a model that is part of transformers (trust_remote_code is refused)", "code of its own")
+    name = next(iter(config.architectures or ()), "none")
+    kind: Any = getattr(transformers, name, None)
+    require(kind is not None, f"{path}, architectures", f"a class of transformers, such as {MODELS}", name)
+    with _reading(path), seeded(0):
+        found, report = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
+    if (missing := sorted(report["missing_keys"])) and _first_process():
+        print(f"{path} has no {', '.join(missing)}: random weights", flush=True)
+    return found.train()
+
+
+@contextmanager
+def _reading(path: object) -> Iterator[None]:
+    """Refuse in one line what can't be read, without progress bars and reports of ``transformers``."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise invalid(str(path), "the folder of a checkpoint of transformers", first_line(error), ConfigError) from error
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def untied(blocks: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], int]:
+    """Return blocks that share no parameter, and the number of parameters that this adds.
+
+    A block that shared one is copied, without its tensors. The new parameter has the memory of the shared one until the block is
+    built.
+    """
+    found, seen, added = dict[str, nn.Module](), set[int](), 0
+    for name, block in blocks.items():
+        own = {id(t): t for t in chain(block.parameters(), block.buffers())}
+        shared = {key: t for key, t in own.items() if key in seen}
+        apart = {key: nn.Parameter(t.detach(), t.requires_grad) for key, t in shared.items()}
+        found[name] = copy.deepcopy(block, {**own, **apart}) if shared else block
+        seen |= own.keys()
+        added += sum(t.numel() for t in shared.values())
+    return found, added
+
+
+def _built(module: nn.Module, build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy of a block with parameters of a type: on the meta device without weights, otherwise by ``build``."""
+    if torch.get_default_device().type == "meta":
+        tensors = {id(p): nn.Parameter(p.detach().to("meta", dtype), p.requires_grad) for p in module.parameters()}
+        return copy.deepcopy(module, tensors)
+    block = build()
+    for parameter in block.parameters():
+        parameter.data = parameter.data.to(dtype or parameter.dtype)
+    return block
+
+
+def _first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
