@@ -110,7 +110,7 @@ class Pipeline:
         return pipeline
 
     def _build(self, plan: Plan, recipe: Recipe, runtime: Runtime, replicas: Replicas | None = None) -> None:
-        recipe.check(plan.method, plan.delays)
+        recipe.check(plan)
         self.plan, self.recipe, self.runtime = plan, recipe, runtime
         device = self.device = bind_device(runtime.device)
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

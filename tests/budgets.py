@@ -36,10 +36,10 @@ ROOMS = {
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_780, 1_780),
     ("petra/data",): Budget(1_910, 1_910),
-    ("petra/models",): Budget(1_700, 1_700),
+    ("petra/models",): Budget(1_840, 1_840),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
-    ("petra/huggingface",): Budget(530, 1_000),
+    ("petra/huggingface",): Budget(530, 860),
     ("petra/diagnostics",): Budget(790, 790),
     ("petra/cost_model",): Budget(1_520, 1_520),
     ("petra/analysis",): Budget(400, 400),
@@ -49,13 +49,13 @@ ROOMS = {
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),
-    ("benchmarks",): Budget(2_930, 2_930),
+    ("benchmarks",): Budget(2_985, 2_985),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_800, 15_370),
+    ("tests", "stress"): Budget(17_745, 15_315),
     ("docs",): Budget(260, 260),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(24_526, 24_300)
+BOTH = Budget(24_666, 24_300)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -154,7 +154,7 @@ def set_up(config: Config, process: Process) -> Setup:
         method = replace(method, delay=largest_delay(method, config.k, count, 2))
     setup = Setup(config, _plan(config, model, method, stages, process.world, device), device, process.world, auto)
     checked = setup.recipe()
-    checked.check(setup.plan.method, setup.plan.delays)
+    checked.check(setup.plan)
     for remedy in checked.remedies:
         remedy.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
     return setup

@@ -148,7 +148,7 @@ class GradientQuality(Hook):
         with reading:
             targets = loss_port.data.targets(m)
         with torch.enable_grad():
-            loss = loss_port.losses.training(x[0], targets.to(loss_port.device))
+            loss = loss_port.losses.training(*x, targets.to(loss_port.device))
         leaves = {j: _leaves(stage, weights[j]) for j, stage in stages.items()}
         every = [leaf for group in leaves.values() for leaf in group]
         with ExitStack() as stack:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
 from petra.errors import ModelError, first_line, invalid, require
-from petra.specs import Message, Streams, TensorSpec
+from petra.specs import Message, Streams, TensorSpec, detached
 from petra.torch_private import storage_key, vector_jacobian_products
 
 Read = Callable[[int], Tensor]
 """Function of a microbatch that returns a tensor."""
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""Function of (output, targets) that returns the mean over the targets that are not ignored."""
+Loss = Callable[..., Tensor]
+"""Function of (output, targets) that returns the mean over the targets that are not ignored. One with an attribute ``outputs``, a
+tuple of numbers, is called with that many outputs of the last block before the targets."""
 
 
 @dataclass(frozen=True)
@@ -190,21 +191,21 @@ class LossPort:
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""
-        ((output,),) = message
+        (output,) = message
         targets = self._read(m)
         count = count_targets(targets)
         if not self._training:
             self.totals += self._report(output, targets, _value(self.losses.evaluation, output, targets), count)
             return
-        loss, gradient = _loss_and_gradient(self.losses.training, output, targets)
-        self._pending[m] = ((output,), (_unless_empty(count, gradient),), (self._report(output, targets, loss, count),))
+        loss, gradients = _loss_and_gradients(self.losses.training, output, targets, count)
+        self._pending[m] = (output, gradients, (self._report(output, targets, loss, count),))
 
     def receive(self, m: int) -> Message:
         """Return the backward message of microbatch ``m``."""
         return self._pending.pop(m)
 
-    def _report(self, output: Tensor, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
-        metrics = {name: metric(output, targets) for name, metric in self.metrics.items()}
+    def _report(self, output: Streams, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
+        metrics = {name: metric(*output, targets) for name, metric in self.metrics.items()}
         for name, value in metrics.items():
             if size_of(self.metrics[name]) == 1:
                 _require_scalar(f"metric {name}", value)
@@ -226,26 +227,27 @@ def _require_scalar(name: str, value: object) -> None:
         raise invalid(name, "a tensor without dimensions", got, ModelError)
 
 
-def _value(loss: Loss, output: Tensor, targets: Tensor) -> Tensor:
+def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
     """Return a loss. If it raises an error, name the targets."""
     try:
-        value = loss(output, targets)
+        value = loss(*output, targets)
     except (IndexError, ValueError, RuntimeError) as error:
         if "memory" in str(error):
             raise
         span = f" from {targets.min()} to {targets.max()}" if targets.is_cpu and targets.numel() else ""
-        forms = [str(TensorSpec(tuple(t.shape), t.dtype)) for t in (output, targets)]
+        forms = [str(TensorSpec(tuple(t.shape), t.dtype)) for t in (output[0], targets)]
         raise invalid("targets", f"some that fit {forms[0]}", f"{forms[1]}{span} ({first_line(error)})", ModelError) from error
     _require_scalar("loss", value)
     return value
 
 
-def _loss_and_gradient(loss: Loss, output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of one microbatch and its gradient with respect to the output, both detached."""
-    output = output.detach().requires_grad_()
+def _loss_and_gradients(loss: Loss, output: Streams, targets: Tensor, count: Tensor) -> tuple[Tensor, Streams]:
+    """Return the loss of one microbatch and its gradients with respect to the output, all detached; 0 if no target counts."""
+    output = tuple(t.requires_grad_() for t in detached(output))
     with torch.enable_grad():
         value = _value(loss, output, targets)
-    gradient = vector_jacobian_products([value], [output], [torch.ones_like(value)])[0] if value.requires_grad else None
-    if gradient is None:
+    gradients = vector_jacobian_products([value], output, [torch.ones_like(value)]) if value.requires_grad else (None,)
+    found = tuple(_unless_empty(count, gradient) for gradient in gradients if gradient is not None)
+    if len(found) < len(output):
         raise invalid("loss", "a function of the output", "one that does not depend on it", ModelError)
-    return value.detach(), gradient
+    return value.detach(), found

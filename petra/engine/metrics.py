@@ -11,8 +11,8 @@ from torch import Tensor
 from petra.errors import ModelError, invalid
 from petra.specs import IGNORED, TensorSpec, are_integers
 
-Metric = Callable[[Tensor, Tensor], Tensor]
-"""Function of (output, targets) that returns a sum over the targets that are not ignored.
+Metric = Callable[..., Tensor]
+"""Function of (output, targets), as a loss, that returns a sum over the targets that are not ignored.
 
 The sum is a scalar, whose value is its mean over targets, or the counts of a :class:`VectorMetric`.
 """

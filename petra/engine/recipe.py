@@ -14,8 +14,8 @@ from petra.engine.endpoints import Loss, Losses
 from petra.engine.metrics import Metric, correct_predictions
 from petra.engine.update import LearningRate
 from petra.engine.update_rules import UpdateRules
-from petra.errors import is_integer, require
-from petra.method import Method
+from petra.errors import ModelError, alternatives, is_integer, require
+from petra.plan import Plan
 
 if TYPE_CHECKING:
     from petra.engine.options.remedy import Remedy
@@ -69,15 +69,20 @@ class Recipe:
         """Losses of training and of evaluation."""
         return self.loss if isinstance(self.loss, Losses) else Losses(self.loss, self.loss)
 
-    def check(self, method: Method, delays: Sequence[int]) -> None:
-        """Check that a method, with these delays of the stages, allows the remedies, and global clipping if the rules ask for it.
+    def check(self, plan: Plan) -> None:
+        """Check that a plan allows the remedies, and global clipping if the rules ask for it, and that loss and metrics fit it.
 
         Raises:
-            ConfigError: If it does not allow one of them.
+            ConfigError: If its method does not allow one of them.
+            ModelError: If its last block returns another number of tensors.
         """
+        method, last = plan.method, plan.layout.profiles[-1]
+        for name, function in {"loss": self.losses.training, "evaluation": self.losses.evaluation, **self.metrics}.items():
+            accepted, count = [str(n) for n in getattr(function, "outputs", (1,))], str(len(last.outputs))
+            require(count in accepted, f"outputs of block {last.name}", f"{alternatives(accepted)} for {name}", count, ModelError)
         for remedy in self.remedies:
             remedy.check(method, self.rules, self.learning_rate)
-        simultaneous = method.flush or not any(delays)
+        simultaneous = method.flush or not any(plan.delays)
         expected = f"false with method.delay={method.delay} and no flush, where stages update at different times"
         require(simultaneous or not self.rules.clip_globally, "optim.clip_globally", expected, "true")
 

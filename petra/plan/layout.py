@@ -35,18 +35,6 @@ class Layout:
         """Return the index of a rank's replica, and the index of its process in that replica."""
         return divmod(rank, len(self.processes))
 
-    def check(self, *, exact: bool) -> None:
-        """Check that the last block returns one tensor, for the loss, and, if ``exact``, that blocks support exact streams.
-
-        Raises:
-            ModelError: If not.
-        """
-        for profile in self.profiles if exact else ():
-            expected = f"false with block {profile.name}, which does not override enable_exact_streams"
-            require(profile.exact or not profile.reversible, "exact_streams", expected, "true", ModelError)
-        last, count = self.profiles[-1].name, len(self.profiles[-1].outputs)
-        require(count == 1, f"block {last}", "one output, for the loss", f"{count} streams", ModelError)
-
 
 def make_layout(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, dp: int = 1) -> Layout:
     """Balance the FLOPs of stages over processes, and those of blocks over stages if there are fewer stages than blocks.

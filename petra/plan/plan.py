@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from petra.errors import alternatives, invalid, is_integer, require
+from petra.errors import ModelError, alternatives, invalid, is_integer, require
 from petra.method import METHODS, Keep, Method, Weights
 from petra.model import BlockProfile, Model
 from petra.plan.layout import Layout, make_layout
@@ -164,7 +164,8 @@ def make_plan(
     """
     _check_types(model, inputs, k)
     method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp)
-    layout.check(exact=numerics.exact_streams)
+    if numerics.exact_streams:
+        _check_exact(layout)
     count = len(layout.stages)
     delays = method.delays(count, k)
     if isinstance(method.keep, tuple):
@@ -188,6 +189,12 @@ def make_plan(
     )
     check_training(delays, boundary_delays)
     return plan
+
+
+def _check_exact(layout: Layout) -> None:
+    for profile in layout.profiles:
+        expected = f"false with block {profile.name}, which does not override enable_exact_streams"
+        require(profile.exact or not profile.reversible, "exact_streams", expected, "true", ModelError)
 
 
 def _check_types(model: object, inputs: object, k: object) -> None:

@@ -318,7 +318,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "two outputs": (
         lambda: chain(linear(), Twice()),
-        "block b1: expected one output, for the loss, got 2 streams",
+        "outputs of block b1: expected 1 for loss, got 2",
     ),
     "a lazy layer": (
         lambda: chain(nn.LazyLinear(6), linear(6, 3)),

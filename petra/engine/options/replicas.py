@@ -80,9 +80,9 @@ class ShareLossPort(LossPort):
         super().send(m, message)
         if not self._training:
             return
-        output, (gradient,), report = self._pending[m]
+        output, gradients, report = self._pending[m]
         assert isinstance(self.data, Share)
-        self._pending[m] = output, (self.data.weight(m) * gradient,), report
+        self._pending[m] = output, tuple(self.data.weight(m) * gradient for gradient in gradients), report
 
 
 class AllReduces:
