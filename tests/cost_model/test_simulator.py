@@ -19,7 +19,7 @@ from petra.diagnostics.events import Interval, Kind
 from petra.models import revnet18
 from petra.plan import make_plan
 from petra.plan.timetable import Op
-from tests.support.orders import training_order
+from tests.plan.test_timetable import training_order
 
 NOTHING, GRAPH = StageCost(1, 3), StageCost(1, 2)
 ONE_F_ONE_B = Method("1f1b", 1, Keep.GRAPH, flush=True)

@@ -15,13 +15,8 @@ from petra import METHODS, ConfigError
 from petra.cost_model.autotune import choose_delays
 from petra.cost_model.costs import StageCost
 from petra.cost_model.machines import Link
-from petra.plan import make_plan
-from petra.plan.layout import make_layout
 from petra.plan.partition import balanced_partition, best_partition
 from petra.plan.transport import choose_transport, simulated_transport
-from tests.support.nets import RandomSource, mixed_net
-
-IMAGES = RandomSource().spec
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -84,13 +79,6 @@ def test_best_partition_against_all_partitions(costs: list[float], machines: lis
         assert best_partition(len(costs), parts, range_costs) == expected
 
 
-def test_layout_is_contiguous_and_leaves_superfluous_processes_empty() -> None:
-    layout = make_layout(mixed_net(), IMAGES, stages=[1, 2, 1, 2], processes=5)
-    assert layout.stages == (range(0, 1), range(1, 3), range(3, 4), range(4, 6))
-    assert layout.processes[4] == range(0)
-    assert [j for stages in layout.processes for j in stages] == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("delay", [0, 1, 2, 4])
 def test_auto_never_selects_edge_on_gpus(delay: int) -> None:
     assert choose_transport("auto", 3, [delay] * 2, "cuda") == "lockstep"
@@ -99,12 +87,6 @@ def test_auto_never_selects_edge_on_gpus(delay: int) -> None:
     assert choose_transport("auto", 1, [delay], "cuda") == "local"
     for named in ("edge", "lockstep"):
         assert choose_transport(named, 3, [delay] * 2, "cuda") == simulated_transport(named, [delay] * 2, "cuda") == named
-
-
-@pytest.mark.parametrize("method", sorted(METHODS))
-def test_every_method_can_be_planned_for_gpus(method: str) -> None:
-    plan = make_plan(mixed_net(), IMAGES, method=method, k=20, processes=3, device_type="cuda")
-    assert plan.transport == "lockstep"
 
 
 def test_delays_are_chosen_for_the_transport_of_the_device() -> None:
