@@ -103,13 +103,6 @@ def test_a_receive_that_is_posted_with_its_send_costs_the_latency_twice() -> Non
         assert predict(costs, Method("x", d, Keep.NOTHING), link=link).period == pytest.approx((2 * 10 + 4) / (d + 1))
 
 
-def test_a_slow_wire_sets_the_period() -> None:
-    costs = [StageCost(1, 3, forward_bytes=50, backward_bytes=100)] * 3
-    periods = [predict(costs, METHODS["petra"], link=Link(bandwidth=bandwidth)).period for bandwidth in (10, 100, 1000)]
-    assert periods[0] >= 10
-    assert periods[1:] == pytest.approx([4, 4])
-
-
 def longest_paths(costs: list[StageCost], method: Method, k: int, microbatches: int) -> dict[tuple[Op, int, int], float]:
     """Return when each step ends if messages take no time: longest paths over the orders and messages."""
     before = dict[tuple[Op, int, int], list[tuple[Op, int, int]]]()

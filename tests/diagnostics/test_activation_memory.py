@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from petra import Keep, Method, Weights
 from petra.cost_model.memory import stored_activations
-from petra.cost_model.stage_memory import count_stage
-from petra.diagnostics.activation_memory import BLOCK, measured, rounded
-from petra.plan import make_plan
+from petra.diagnostics.activation_memory import measured, rounded
 from tests.support.nets import RandomSource, mixed, mixed_net
 
 METHODS = [
@@ -29,23 +25,6 @@ def test_predicted_bytes_are_those_measured(method: Method, k: int) -> None:
     pipeline = mixed(method=method, k=k, stages=3)
     found = measured(pipeline, RandomSource(), 2 * max(pipeline.plan.delays) + 2 * k)
     assert found == stored_activations(pipeline.plan)
-
-
-def test_bytes_counted_by_hand() -> None:
-    """mixed_net, batch 4 of 8x8 images in float64: a stream of block1 has 4·4·8·8 elements, one of block3 has 4·8·4·4."""
-    model, data, number = mixed_net(), RandomSource(), 8
-    stream, wide = 4 * 4 * 8 * 8 * number, 4 * 8 * 4 * 4 * number
-    plan = make_plan(model, data.spec)
-
-    def stored(block: int, keep: Keep) -> int:
-        return count_stage(model, replace(plan.stages[block], keeps=(keep,))).stored
-
-    assert stored(1, Keep.NOTHING) == 0
-    assert stored(1, Keep.INPUT) == 2 * stream
-    # Inputs x1 and x2; the convolution's output, saved by the normalisation with mean and deviation; tanh's output; the sum.
-    assert stored(1, Keep.GRAPH) == 5 * stream + 2 * BLOCK
-    assert stored(4, Keep.GRAPH) == 5 * wide + 2 * BLOCK
-    assert stored(0, Keep.INPUT) == data.spec.bytes
 
 
 def test_stashed_weights_count() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from petra import ConfigError, Keep, Method, Pipeline, UpdateRules, Weights
-from petra.diagnostics.gradient_quality import GradientQuality, angle
+from petra.diagnostics.gradient_quality import GradientQuality
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.recorder import Recorder, StageTimes
 from petra.diagnostics.weight_drift import WeightDrift
@@ -67,15 +66,6 @@ def test_all_gradients_are_equal_with_frozen_weights(method: Method) -> None:
         assert row["reconstruction_error"] < 1e-12
 
 
-def test_delayed_method_has_the_delayed_gradient() -> None:
-    rows = rows_of(DELAYED, 4)
-    assert len(rows) == 5 * 6
-    assert all(row["cosine_delayed"] == pytest.approx(1, abs=1e-12) for row in rows)
-    assert all(row["norm_ratio_delayed"] == pytest.approx(1, abs=1e-9) for row in rows)
-    assert min(row["cosine_end_to_end"] for row in rows) < 0.999
-    assert all(row["cosine_end_to_end"] == pytest.approx(row["cosine_delayed_end_to_end"]) for row in rows)
-
-
 def test_errors_of_each_stage() -> None:
     """The last stage's gradient has no staleness, the first stage's has the most; only reconstructing stages have input errors."""
     rows = [row for row in rows_of(PETRA, 4, lr=0.2) if row["microbatch"] == 12]
@@ -107,13 +97,6 @@ def test_end_to_end_gradient_is_plain_autograd() -> None:
             torch.testing.assert_close(gradients[j][own], p.grad, rtol=1e-9, atol=1e-11)
 
 
-def test_small_angles() -> None:
-    a = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    for radians in (1e-9, 1e-3, 1.0, 3.0):
-        b = torch.tensor([math.cos(radians), math.sin(radians)], dtype=torch.float64)
-        assert angle(a, 5 * b) == pytest.approx(radians, rel=1e-6)
-
-
 def test_invalid_settings() -> None:
     pipeline = mixed()
     with pytest.raises(ConfigError, match=r"trainer\.diagnose: expected null or an integer >= 1, got 0"):
@@ -142,4 +125,4 @@ def test_references_use_the_weights_that_the_method_uses(method: str | Method, s
     for row in rows:
         assert row["angle_stored"] < 1e-5
         if made.plan.method.weights is not Weights.CURRENT:
-            assert row["norm_ratio_delayed"] == pytest.approx(1, abs=1e-9)
+            assert (row["cosine_delayed"], row["norm_ratio_delayed"]) == pytest.approx((1, 1), abs=1e-9)

@@ -52,24 +52,6 @@ def test_checkpoints_resume(background: bool, tmp_path: Path) -> None:
     assert run(resumes, case, str(tmp_path), background, world=2, options=DELAYED) == [True, True]
 
 
-def stops(rank: int, case: Case) -> tuple[int, bool]:
-    """Stop early; compare with a run of the length that was reached."""
-    device = torch.device("cuda", rank)
-    asked = iter([False])
-    stopped, planned = case.pipeline(device), case.pipeline(device)
-    stopped.train(case.source(), 200, stop=lambda: next(asked, rank == 1))
-    planned.train(case.source(), stopped.microbatches_done)
-    return stopped.microbatches_done, runs.same(planned, stopped)
-
-
-@pytest.mark.parametrize("transport", core(["lockstep", "edge"], {1}))
-def test_all_processes_stop_after_the_same_microbatch(transport: str) -> None:
-    first, second = run(stops, Case(transport=transport, arguments={"stages": 2}), world=2, options=DELAYED)
-    assert first == second
-    assert first[1]
-    assert first[0] < 150
-
-
 def observed(rank: int, case: Case) -> tuple[Any, Any, bool]:
     """Train with all observers of a run and without them."""
     device = torch.device("cuda", rank)
@@ -151,9 +133,6 @@ def test_lockstep_does_not_hang_if_the_first_launch_of_a_kernel_waits_for_the_de
     assert runs.joined(found).difference(expected) == 0
 
 
-WARNING = "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"
-
-
 def joint_statistics(rank: int) -> dict[str, int]:
     """Run a layer with statistics of all processes, and return the places where the host waited."""
     device = torch.device("cuda", rank)
@@ -167,22 +146,6 @@ def joint_statistics(rank: int) -> dict[str, int]:
 
 def test_joint_statistics_do_not_make_the_host_wait() -> None:
     assert run(joint_statistics, world=2) == [{}, {}]
-
-
-def open_edges(rank: int) -> list[str | None]:
-    """Open the transport edge with and without the user's value, and return the variable that it sets."""
-    found = []
-    for chosen in (None, "true"):
-        os.environ.pop(WARNING, None)
-        if chosen is not None:
-            os.environ[WARNING] = chosen
-        Case(transport="edge").pipeline(torch.device("cuda", rank))
-        found.append(os.environ.get(WARNING))
-    return found
-
-
-def test_edge_turns_off_the_warning_of_each_communicator_unless_the_user_turned_it_on() -> None:
-    assert run(open_edges, world=2) == [["false", "true"]] * 2
 
 
 def forked(name: str, arguments: Sequence[str], processes: int, seconds: float) -> subprocess.CompletedProcess[str]:

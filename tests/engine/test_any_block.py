@@ -169,12 +169,6 @@ def groups(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD([{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(module.parameters())], lr=0.1)
 
 
-def test_different_learning_rates_of_groups_are_kept() -> None:
-    assert [group["lr"] for group in chain(linear(6, 3), optimizer=groups).workers[0].update.optimizer.param_groups] == [0.1, 0.2]
-    tied = nn.Conv2d(4, 4, 1)
-    TwoFunctionCoupling(tied, tied)  # functions may share layers without running statistics
-
-
 class Unused(nn.Module):
     """A layer with a parameter that no gradient reaches, and one that odd microbatches use."""
 

@@ -76,17 +76,3 @@ def test_events_of_several_processes(tmp_path: Path) -> None:
         assert names["exchange_begin"] == names["exchange_end"] > 0
         assert [arguments for name, arguments in events if name == "all_reduce_end"] == [(stage, 1), (stage, 3)]
         assert names["all_reduce_begin"] == 2
-
-
-def test_unobserved_pipeline_makes_no_calls() -> None:
-    """Hooks that override nothing add no calls either, and detached hooks are not called."""
-    pipeline, hook = mixed(k=K), EventList()
-
-    def calls() -> set[int]:
-        return {len(getattr(pipeline.hooks, event)) for event in EVENTS}
-
-    with pipeline.hooks.attached(hook), pipeline.hooks.attached(Hook()):
-        assert calls() == {1}
-    assert calls() == {0}
-    pipeline.train(RandomSource(), MICROBATCHES)
-    assert hook.events == []

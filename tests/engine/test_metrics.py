@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +14,10 @@ from torch import Tensor, nn
 from petra import ModelError, Pipeline, TensorSpec
 from petra.data import EvalSource, Split
 from petra.engine.metrics import correct_predictions
-from petra.engine.totals import Result
 from petra.inplace_abn import ConfusionMatrix
 from petra.model import BlockSpec, Model
 from petra.specs import IGNORED
 from tests.support.nets import make_pipeline, sgd
-from tests.support.processes import run_processes
 
 CLASSES = 5
 METRICS = {"accuracy": correct_predictions, "miou": ConfusionMatrix(CLASSES)}
@@ -90,29 +87,3 @@ def test_evaluation_is_exact_for_any_batch_size(batch: int) -> None:
     assert result.metrics["miou"] == pytest.approx(miou, rel=1e-12)
     assert result.metrics["accuracy"] == pytest.approx(float((output.argmax(1) == targets).sum()) / result.targets)
     assert result.targets == int((targets != IGNORED).sum())
-
-
-def test_training_sums_the_counts_of_all_microbatches_and_calls() -> None:
-    split, pipeline, reports = pixel_split(10), pixel_pipeline(2), []
-    source = EvalSource(split, 2)
-    parts = [pipeline.train(source, count, reports.append) for count in (2, 3)]
-    whole = pixel_pipeline(2).train(source, 5)
-    combined = Result.of([sum(column) for column in zip(*(part.sums for part in parts), strict=True)], METRICS)
-    assert combined.counts == whole.counts
-    assert combined.metrics == pytest.approx(whole.metrics)
-    assert sum(reports)[-(CLASSES**2) :].tolist() == whole.counts["miou"]
-
-
-def counts_on_rank(rank: int) -> tuple[list[int], list[int], float]:
-    pipeline, source = pixel_pipeline(4, 2), EvalSource(pixel_split(10), 4)
-    test, train = pipeline.evaluate(source, source.batches), pipeline.train(source, source.batches)
-    return test.counts["miou"], train.counts["miou"], test.metrics["miou"]
-
-
-@pytest.mark.processes
-def test_counts_are_the_same_in_several_processes(tmp_path: Path) -> None:
-    """Two replicas of two stages; the last microbatch has two of four images."""
-    source, alone = EvalSource(pixel_split(10), 4), pixel_pipeline(4)
-    expected = alone.evaluate(source, source.batches)
-    for found in run_processes(4, counts_on_rank, tmp_path):
-        assert found == (expected.counts["miou"], expected.counts["miou"], expected.metrics["miou"])

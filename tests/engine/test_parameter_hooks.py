@@ -74,19 +74,6 @@ def test_a_hook_replaces_the_gradient_once_per_update_as_in_plain_pytorch(method
     torch.testing.assert_close(trained[0], trained[1], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", ["petra", "delayed", "pipedream_2bw"])
-def test_delayed_methods_call_hooks_once_per_update_and_are_not_changed_by_them(method: str) -> None:
-    modules, seen = blocks(), dict[str, list[str]]()
-    for name, block in modules.items():
-        for key, p in block.named_parameters():
-            calls = seen.setdefault(f"{name}.{key}", [])
-            p.register_hook(lambda g, calls=calls: calls.append("early"))
-            p.register_post_accumulate_grad_hook(lambda p, calls=calls: calls.append("late"))
-    found = train(modules, method=method, k=4).state_dict()
-    assert seen == dict.fromkeys(seen, ["early", "late"] * (MICROBATCHES // 4))
-    torch.testing.assert_close(found, train(blocks(), method=method, k=4).state_dict(), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("rules", [UpdateRules(loss_scale=1024.0), UpdateRules(clip=0.01, loss_scale=512.0)])
 def test_a_late_hook_sees_what_the_optimizer_gets(rules: UpdateRules) -> None:
     """It may also do the optimizer's work and drop the gradient, as optimizers that keep their state on the CPU do."""

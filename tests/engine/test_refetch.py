@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petra import ConfigError, Keep, Method, ModelError, Pipeline, Runtime
-from petra.data import EvalSource, Split, TrainSource, from_dataset, load_dataset
+from petra.data import EvalSource, TrainSource, from_dataset, load_dataset
 from petra.diagnostics.activation_memory import ActivationMemory
 from petra.plan import make_plan
 from petra.settings import Numerics
@@ -128,12 +127,3 @@ def test_sources_return_the_same_inputs_again(workers: int) -> None:
             assert all(torch.equal(source.refetch(m), first[m]) for m in range(6))
             assert first[0].shape[0] == len(range(4)[share])
     assert torch.equal((test := EvalSource(load_dataset("digits"), 4)).refetch(1), test.inputs(1))
-
-
-def test_fetching_again_does_not_restart_workers() -> None:
-    def process(indices: Tensor, seed: int | None) -> Tensor:
-        return torch.full((len(indices),), float(os.getpid()))
-
-    source = TrainSource(Split(64, process, lambda i, seed: i), 2, seed=0, workers=2)
-    first, again = ({read(m)[0].item() for m in range(20)} for read in (source.inputs, source.refetch))
-    assert (len(first), len(again), first & again) == (2, 2, set())

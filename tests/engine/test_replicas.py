@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import petra.inplace_abn  # noqa: F401 - adds the norms of revnet18
-from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, TensorSpec, UpdateRules
+from petra import BlockSpec, ConfigError, Model, ModelError, Pipeline, UpdateRules
 from petra.errors import CommunicationError
 from petra.models import revnet18
 from petra.plan.layout import make_layout
@@ -275,9 +275,3 @@ def test_share_too_small_for_batch_statistics() -> None:
         make_layout(mixed_net(), RandomSource(batch=2, size=2).spec, None, 2, 2)
     with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
         make_layout(mixed_net(), RandomSource(batch=1, size=2).spec, None, 1)
-
-
-def test_neighbouring_stages_of_a_replica_have_neighbouring_ranks() -> None:
-    layout = make_layout(mixed_net(), TensorSpec((8, 3, 8, 8), torch.float64), 2, 4, 2)
-    assert [layout.locate(rank) for rank in range(4)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert layout.inputs.shape == (4, 3, 8, 8)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +12,8 @@ from torch.nn import functional as F
 from petra import ConfigError, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.loss_scale import GROWTH_INTERVAL, LossScale
-from petra.errors import CommunicationError
 from petra.settings import Numerics
-from petra.training import Checkpoints, restore
 from tests.support.nets import RandomSource, make_pipeline, mixed, mixed_net, sgd
-from tests.support.processes import run_processes
 
 SMALL = RandomSource(size=2)
 
@@ -212,30 +207,6 @@ def test_skipped_updates_restore_running_statistics() -> None:
     assert numbers["stage/1/skipped_updates"] == 1
     assert 0 < numbers["stage/1/gradient_norm"] < float("inf")  # a mean without that of the skipped one
     assert run.evaluate(RandomSource(), 2).loss < 10
-
-
-def stopped(rank: int, folder: Path) -> str:
-    """Train with a checkpoint every two microbatches, one of which is infinite; return the error's text."""
-    run, checkpoints = pipeline(UpdateRules(), "petra", k=3), Checkpoints(folder, keep=1)
-    try:
-        for _ in range(4):
-            run.train(Broken(), 2)
-            checkpoints.save(run, {})
-    except (NumericsError, CommunicationError, RuntimeError) as error:
-        return f"{getattr(error, 'origin', False)} {error}"
-    return "no error"
-
-
-@pytest.mark.processes
-def test_the_last_finite_checkpoint_is_kept(tmp_path: Path) -> None:
-    texts = run_processes(3, stopped, tmp_path / "run", tmp_path / "saved")
-    assert any(re.match(r"True stage 3: non-finite (loss or )?gradient in the (update|accumulation)", text) for text in texts)
-    assert "no error" not in texts
-    (kept,) = [path for path in (tmp_path / "saved").iterdir() if path.is_dir() and not path.name.endswith(".part")]
-    assert kept.name == "000000004"
-    again = pipeline(UpdateRules(), "petra", k=3)
-    restore(again, kept)
-    assert all(value.isfinite().all() for value in again.state_dict().values())
 
 
 def test_overflow_of_the_sent_gradient_halves_the_scale() -> None:

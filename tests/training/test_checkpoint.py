@@ -178,14 +178,6 @@ def test_metrics_and_epochs_resume_from_any_checkpoint(tmp_path: Path) -> None:
         assert_equal(weights(pipeline), weights(whole.pipeline))
 
 
-def test_a_run_asked_to_stop_stops_at_the_next_checkpoint(tmp_path: Path) -> None:
-    asked = [False, True]
-    stopped = trainer(tmp_path, stop=lambda: asked.pop(0))
-    with pytest.raises(Interrupted, match="stopped on request after microbatch 8, checkpoint written"):
-        stopped.fit(2)
-    assert newest(tmp_path / "c") == tmp_path / "c" / "000000008"
-
-
 def test_a_failed_write_in_the_background_ends_the_run_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It drains in the middle of the second epoch, although nothing is to be saved there."""
     store = Checkpoints(tmp_path / "c", background=True)

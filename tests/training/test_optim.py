@@ -150,22 +150,6 @@ def decays(p: Tensor) -> float:
     return 1 - RATE * DECAY if p.dim() > 1 else 1.0
 
 
-def test_nadam_is_the_formula_of_ajanthan_et_al() -> None:
-    module, reference = Words(), [p.detach().clone() for p in Words().parameters()]
-    result = stepped(module, OPTIMIZERS["nadam"](module, eps=EPS, weight_decay=DECAY), steps=6)
-    beta1, beta2, product = 0.99, 0.999, 1.0
-    m, v = ([torch.zeros_like(w) for w in reference] for _ in range(2))
-    for t, found in enumerate(gradients(module, 6), 1):
-        now, following = (beta1 * (1 - 0.5 * 0.96 ** (0.004 * i)) for i in (t, t + 1))
-        product *= now
-        for i, g in enumerate(found):
-            m[i] = beta1 * m[i] + (1 - beta1) * g
-            v[i] = beta2 * v[i] + (1 - beta2) * g * g
-            ahead = following * m[i] / (1 - product * following) + (1 - now) * g / (1 - product)
-            reference[i] = reference[i] * decays(reference[i]) - RATE * ahead / ((v[i] / (1 - beta2**t)).sqrt() + EPS)
-    torch.testing.assert_close(result, reference, rtol=1e-7, atol=1e-9)  # torch stores M_t in float32
-
-
 def eigenvectors(covariance: Tensor) -> Tensor:
     return torch.linalg.eigh(covariance)[1].flip(1)
 
