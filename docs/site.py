@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ API = {
     "petra.data": "Data sets and microbatches",
     "petra.training": "Epochs, optimizers, learning rates, checkpoints, export",
     "petra.inplace_abn": "InPlace-ABN",
+    "petra.huggingface": "Models of Hugging Face's transformers",
     "petra.plan": "Plans",
     "petra.staleness": "Remedies for stale gradients",
     "petra.diagnostics": "Observers of a run",
@@ -43,7 +45,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             groups[group[1]] = []
         elif page := re.match(r"\| \[.+?\]\((.+?)\)", line):
             [*groups.values()][-1].append(page_of(page[1]))
-    groups["API reference"] = [f"api/{module}.md" for module in API]
+    groups["API reference"] = ["api.md", *(f"api/{module}.md" for module in API)]
     groups["Development"] = groups.pop("Development")
     config.nav = ["README.md", *({name: pages} for name, pages in groups.items())]
     return config
@@ -58,17 +60,39 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside docs/, the examples that pages link to, and the pages of the API."""
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
-    for path in (ROOT / "examples").glob("*.py"):
-        files.append(File.generated(config, f"examples/{path.name}", content=path.read_text(encoding="utf-8")))
+    for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "stress").glob("*.csv")):
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
+    index = ["# API index", "Public names, with the first sentence of their descriptions."]
     for module, title in API.items():
-        files.append(File.generated(config, f"api/{module}.md", content=f"# {module}\n\n{title}.\n\n{directives(module)}"))
+        found = griffe.load(module, search_paths=[ROOT], extensions=griffe.load_extensions(Docstrings), resolve_aliases=True)
+        assert isinstance(found, griffe.Module)
+        files.append(File.generated(config, f"api/{module}.md", content=f"# {module}\n\n{title}.\n\n{directives(module, found)}"))
+        rows = [f"| [`{name}`](api/{module}.md#{path}) | {summary} |" for name, path, summary in public_names(module, found)]
+        index += [f"## [{module}](api/{module}.md)", f"{title}.", "\n".join(["| name | |", "|---|---|", *rows])]
+    files.append(File.generated(config, "api.md", content="\n\n".join(index)))
     return files
 
 
-def directives(module: str) -> str:
+def public_names(path: str, found: griffe.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield name, path in the documentation and first sentence of the public names of a module, or of the modules in it."""
+    if found.exports is None and found.modules:
+        for name, module in sorted(found.modules.items()):
+            yield from public_names(f"{path}.{name}", module)
+        return
+    for name, member in found.members.items():
+        if (
+            member.is_public
+            and not member.is_module
+            and (found.exports is not None or not member.is_alias)
+            and member.has_docstring
+        ):
+            text = member.docstring.value if member.docstring is not None else ""
+            yield name, f"{path}.{name}", text.split("\n\n")[0].replace("\n", " ").replace("|", r"\|")
+
+
+def directives(module: str, found: griffe.Module) -> str:
     """Return what mkdocstrings replaces by the documentation of a module: its ``__all__``, or the modules in it."""
-    found = griffe.load(module, search_paths=[ROOT])
-    assert isinstance(found, griffe.Module)
     if found.exports is not None or not found.modules:
         return f"::: {module}\n"
     return "\n".join(
@@ -96,7 +120,13 @@ class Docstrings(griffe.Extension):
     """Rewrite docstrings for mkdocstrings."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Show ``:class:`petra.Pipeline``` as code, and list arguments that share a description one by one."""
+        """Show ``:class:`petra.Pipeline``` as code, and list arguments that share a description one by one.
+
+        Public names of petra are those of its imports for type checkers: it imports them on first use.
+        """
+        if pkg.name == "petra":
+            own = [name for name, found in pkg.members.items() if found.is_alias and found.target_path.startswith("petra.")]
+            pkg.exports = own
         rewrite(pkg)
 
 

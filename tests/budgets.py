@@ -51,8 +51,8 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_985, 2_985),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_745, 15_315),
-    ("docs",): Budget(260, 260),
+    ("tests", "stress"): Budget(17_670, 15_370),
+    ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
 BOTH = Budget(24_666, 24_300)

@@ -125,7 +125,7 @@ def facts_in(path: Path) -> dict[str, Any]:
     """Return the facts that a file was exported with and its ``clock`` in microbatches; empty if another program has written it.
 
     Raises:
-        As for :func:`load`.
+        DataError: As for :func:`load`.
     """
     return _read(path, mapped=True)[1]
 
