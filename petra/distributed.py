@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from petra.errors import ConfigError, DataError, ModelError, PetraError, invalid
+from petra.errors import ConfigError, DataError, ModelError, PetraError, invalid, require
 
 SAME_KIND = {ConfigError, DataError, ModelError}
 """Classes of errors that :func:`raise_on_all_ranks` keeps. Their messages are all that they need."""
@@ -51,15 +51,12 @@ def bind_device(device: torch.device | str) -> torch.device:
         if bound is None:
             expected = "backend='cpu:gloo,cuda:nccl' with device_id=<the GPU of this rank>"
             raise invalid("init_process_group", expected, "no device_id")
-    if not torch.cuda.is_available():
-        raise invalid("device", "cpu on a machine without GPUs", device)
+    require(torch.cuda.is_available(), "device", "cpu on a machine without GPUs", device)
     if device.index is None:
         device = bound or torch.device("cuda", torch.cuda.current_device())
-    if bound not in (None, device):
-        raise invalid("device", f"{bound}, to which init_process_group bound this rank", device)
+    require(bound in (None, device), "device", f"{bound}, to which init_process_group bound this rank", device)
     count = torch.cuda.device_count()
-    if device.index >= count:
-        raise invalid("device", f"a GPU from cuda:0 to cuda:{count - 1}", device)
+    require(device.index < count, "device", f"a GPU from cuda:0 to cuda:{count - 1}", device)
     torch.cuda.set_device(device)
     return device
 

@@ -31,8 +31,8 @@ ROOMS = {
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(700, 700),
-    ("petra/engine",): Budget(1_890, 1_900),
-    ("petra/engine/options",): Budget(1_400, 1_400),
+    ("petra/engine",): Budget(1_892, 1_900),
+    ("petra/engine/options",): Budget(1_520, 1_520),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_780, 1_780),
     ("petra/data",): Budget(1_910, 1_910),
@@ -45,17 +45,17 @@ ROOMS = {
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_200, 1_225),
     ("launch/config",): Budget(810, 400),
-    ("launch/run",): Budget(1_940, 1_600),
+    ("launch/run",): Budget(1_943, 1_603),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(700, 700),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_985, 2_985),
     ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_670, 15_370),
+    ("tests", "stress"): Budget(17_670, 15_470),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(24_666, 24_300)
+BOTH = Budget(24_795, 24_429)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
@@ -64,7 +64,7 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(110, 110)
+KEYS = Budget(111, 111)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

@@ -150,6 +150,7 @@ class TrainerConfig:
             '.[safetensors]'); with optim.average also ema.*.
         device: auto (CUDA if there is a GPU), cpu or cuda.
         timeout: Seconds that a process waits for another before the run ends with an error.
+        watchdog: Seconds without progress after which a process that trains reports where it waits.
         memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto; null: no limit.
         log_every: Updates between two rows of updates.jsonl: means of training loss and metrics, also sent to the logger; null:
             only numbers per epoch.
@@ -178,6 +179,7 @@ class TrainerConfig:
     export: Annotated[Literal["none", "pt", "safetensors"], "same results"] = "none"
     device: Annotated[Literal["auto", "cpu", "cuda"], "same results"] = "auto"
     timeout: Annotated[float, "> 0 and <= 2000000", "same results"] = 600.0
+    watchdog: Annotated[float, "> 0 and <= 2000000", "same results"] = 60.0
     memory_limit: Annotated[float | None, "> 0", "same results"] = None
     log_every: Annotated[int | None, ">= 1", "same results"] = 10
     sample: Annotated[int | None, ">= 1 and <= 10000", "same results"] = 60

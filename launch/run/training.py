@@ -17,6 +17,7 @@ from petra.diagnostics.recorder import Recorder, StageTimes, gathered_intervals
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.replicas import Replicas
+from petra.engine.options.watchdog import Watchdog
 from petra.errors import Interrupted
 from petra.hooks import Hook
 from petra.process_memory import keep_freed_memory, release_memory
@@ -194,7 +195,9 @@ class TrainingRun:
             quality = GradientQuality(pipeline, config.diagnose, log)
         if times is not None:
             pipeline.measures.append(times.metrics)
-        hooks: tuple[Hook | None, ...] = (times, recorder, ReconstructionMonitor(pipeline), quality)
+        quiet = 1 if config.compile is None else 2 * len(plan.stages) + 2  # the neighbours' blocks are compiled in the first rounds
+        watchdog = Watchdog(pipeline.workers, pipeline.rank, config.watchdog, quiet=quiet)
+        hooks: tuple[Hook | None, ...] = (times, recorder, ReconstructionMonitor(pipeline), quality, watchdog)
         with ExitStack() as stack:
             for hook in filter(None, hooks):
                 stack.enter_context(pipeline.hooks.attached(hook))

@@ -97,15 +97,13 @@ def make_stage(
         returns_input: As for :class:`petra.engine.stage.Stage`.
     """
     runners = []
-    if numerics.exact_streams and grid is None:
-        grid = Grid()
+    grid = Grid() if numerics.exact_streams and grid is None else grid
     for b, (block, keep) in enumerate(zip(blocks, keeps, strict=True), first_block):
         function, keeps_graph = BlockFunction(block, derive_seed(seed, b)), keep is Keep.GRAPH
         function.around = _around(block, numerics, grid, overwritten=overwritten and keeps_graph)
         versions = WeightVersions(function.parameters, weights, keeps_graph=keeps_graph, k=k)
         runners.append(block_runner(function, keep, versions, first=b == 0, fetch=fetch))
-    gradients = Accumulation(nn.ModuleList(blocks), k)
-    return Stage(runners, gradients, returns_input=returns_input, channels_last=numerics.channels_last)
+    return Stage(runners, Accumulation(nn.ModuleList(blocks), k), returns_input=returns_input, channels_last=numerics.channels_last)
 
 
 def _around(block: nn.Module, numerics: Numerics, grid: Grid | None, *, overwritten: bool) -> list[Around]:
@@ -162,6 +160,10 @@ def build_workers(
 
             scale = update[LossScale]
             upstream, downstream = ScaledPort(upstream, scale, update[ScaledCheck]), ScalingPort(downstream, scale)
+        if device.type == "cuda" and j == min(stages):
+            from petra.engine.options.rounds import paced
+
+            upstream, downstream = paced(upstream, downstream)
         workers[j] = Worker(j, stage, upstream, downstream, update)
     return workers
 

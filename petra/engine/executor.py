@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from petra.engine.worker import Worker
-from petra.errors import PetraError, invalid
+from petra.errors import PetraError, require
 from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.timetable import Op, PeriodicRounds, Step, evaluation_rounds, training_rounds
@@ -102,9 +102,8 @@ class Executor:
         self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None
     ) -> None:
         """Run this process's part of rounds until all messages have arrived."""
-        if not self._drained:
-            expected, got = "a new one", "one whose last run ended in an error, with messages still in flight"
-            raise invalid("pipeline", expected, got, PetraError)
+        got = "one whose last run ended in an error, with messages still in flight"
+        require(self._drained, "pipeline", "a new one", got, PetraError)
         self._drained = False
         self._transport.begin(microbatches, training)
         mine = rounds.map(lambda steps: self._select(steps, training))

@@ -19,7 +19,9 @@ from launch.selftest import command as selftest_command
 from petra.diagnostics.events import Kind
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.recorder import Recorder, StageTimes
+from petra.hooks import Hook
 from petra.inplace_abn import InPlaceABN
+from petra.specs import Streams
 from petra.training import Checkpoints, restore
 from tests.emulated import device as emulated
 from tests.emulated import runs
@@ -183,3 +185,24 @@ def test_all_parts_of_the_selftest_pass_and_its_report_is_written(tmp_path: Path
     assert f"{len(planned)} of {len(planned)} parts passed" in text
     assert text.count("| passed ") == len(planned)
     assert all(found in text for found in ("cuda:1", "| 0 – 1 |"))  # the doctor's table of links
+
+
+class Busy(Hook):
+    """Keep the GPU busy before each backward pass."""
+
+    def backward_begin(self, stage: int, m: int, y: Streams, dy: Streams) -> None:
+        torch.cuda._sleep(10_000_000)
+
+
+def reserved(rank: int, case: Case) -> int:
+    """Train with a slow last rank, and return the largest reserved memory in bytes."""
+    pipeline = case.pipeline(torch.device("cuda", rank))
+    if rank == dist.get_world_size() - 1:
+        pipeline.hooks.attach(Busy())
+    pipeline.train(case.source(), case.microbatches)
+    return torch.cuda.max_memory_reserved(rank)
+
+
+def test_reserved_memory_does_not_grow_with_the_length_of_a_run_whose_last_rank_is_slow() -> None:
+    short, long = (run(reserved, Case(microbatches=count, transport="edge"), world=3) for count in (12, 48))
+    assert all(after < 1.5 * before for before, after in zip(short, long, strict=True)), (short, long)

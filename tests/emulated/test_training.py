@@ -96,10 +96,10 @@ def test_replicas(method: str, world: int) -> None:
 
 
 STAGES = 6
-LISTED = {  # kind and place: how often per run, per stage, per stage and update, and per microbatch at each end of the pipeline
+LISTED = {  # kind and place: how often per run, per stage, per stage and update, and per microbatch
     "copy petra/engine/options/finite_check.py settle": (0, 1, 1 / 50, 0),  # outcomes once in 50 updates, and at the end
     "item petra/engine/options/finite_check.py check_drained": (0, 2, 0, 0),
-    "synchronize petra/engine/options/staging.py __call__": (0, 0, 0, 1),  # bounds how far the host is ahead; at any time
+    "synchronize petra/engine/options/rounds.py send": (0, 0, 0, 2),  # bounds how far the host is ahead
     "copy petra/pipeline.py _result": (1, 0, 0, 0),
     "item petra/reversible/grid.py require": (1, 0, 0, 0),
 }
@@ -107,16 +107,15 @@ LISTED = {  # kind and place: how often per run, per stage, per stage and update
 
 def excess(found: dict[str, int], case: Case, world: int = 1) -> dict[str, int]:
     """Return the synchronizations of one of ``world`` <= 2 processes that are not listed, or happen more often than listed."""
-    stages, ends = STAGES // world, 2 // world + case.refetch
-    updates = case.microbatches // case.k
+    stages, updates = STAGES // world, case.microbatches // case.k
     counts: dict[str, int] = {}
     for text, count in found.items():
         matched = re.fullmatch(r"(\S+) .* at (\S+):\d+ (\S+)", text)
         place = " ".join(matched.groups()) if matched else text
         counts[place] = counts.get(place, 0) + count
     allowed = {
-        place: once + stages * (each + updates * rate) + ends * case.microbatches * staged
-        for place, (once, each, rate, staged) in LISTED.items()
+        place: once + stages * (each + updates * rate) + case.microbatches * rounds
+        for place, (once, each, rate, rounds) in LISTED.items()
     }
     return {place: count for place, count in counts.items() if count > allowed.get(place, 0)}
 

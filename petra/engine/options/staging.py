@@ -13,8 +13,6 @@ from torch import Tensor
 
 AHEAD = 2
 """Microbatches that are read and copied to pinned memory before they are needed."""
-IN_FLIGHT = 4
-"""Microbatches whose copies to the GPU may be unfinished. The host does not get further ahead of the GPU than that."""
 
 reading = Lock()
 """Owned by the thread that reads, so a data source is never read by two threads at once."""
@@ -29,8 +27,8 @@ def _thread() -> ThreadPoolExecutor:
 class Staging:
     """Copies tensors of consecutive microbatches to a GPU. A thread reads them and copies them to pinned memory in advance.
 
-    The launching thread only starts the copy to the GPU, which runs in stream order. It waits if the GPU is more than
-    :data:`IN_FLIGHT` microbatches behind, so the amount of pinned memory is bounded.
+    The launching thread only starts the copy to the GPU, which runs in stream order. The amount of pinned memory is bounded because
+    the host waits for a GPU that is far behind (:mod:`petra.engine.options.rounds`).
 
     Args:
         read: Reads a microbatch. Called in the launching thread for the first microbatch, so that data workers are forked there,
@@ -46,7 +44,6 @@ class Staging:
         self._read, self._device, self._thread = read, device, thread or _thread()
         self._left = iter(microbatches)
         self._pinned: deque[tuple[int | None, Future[Tensor]]] = deque()
-        self._copied: deque[torch.cuda.Event] = deque()
         self._started = False
 
     def __call__(self, m: int) -> Tensor:
@@ -60,13 +57,7 @@ class Staging:
             self._read_ahead()
             pinned = future.result()
         assert expected == m, f"microbatch {expected} was expected, {m} was requested"
-        if len(self._copied) == IN_FLIGHT and not (oldest := self._copied.popleft()).query():  # type: ignore[no-untyped-call]
-            oldest.synchronize()
-        on_device = pinned.to(self._device, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._copied.append(event)
-        return on_device
+        return pinned.to(self._device, non_blocking=True)
 
     def _read_ahead(self) -> None:
         while len(self._pinned) < AHEAD and (m := next(self._left, None)) is not None:

@@ -1,0 +1,58 @@
+"""The watchdog names the step in which a run hangs, and says nothing about rounds that may take long."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from petra.engine.options.watchdog import COMPILERS, Watchdog
+from petra.training import sgd
+from tests.support.nets import RandomSource, make_pipeline, mixed_net
+
+SECONDS = 0.05
+
+
+class Slow(RandomSource):
+    """Calls a function before it returns the inputs of some microbatches."""
+
+    def __init__(self, slow: dict[int, Callable[[], object]]) -> None:
+        super().__init__(4, 8, dtype=torch.float32)
+        self.slow = slow
+
+    def inputs(self, m: int) -> Tensor:
+        self.slow.get(m, int)()
+        return super().inputs(m)
+
+
+def test_a_slow_round_is_reported_once_but_neither_the_first_nor_one_that_compiles(caplog: pytest.LogCaptureFixture) -> None:
+    def texts(m: int) -> list[str]:
+        return [text for text in caplog.messages if f"microbatch {m}, forward" in text]
+
+    def until_reported() -> None:
+        end = time.monotonic() + 60
+        while not texts(7) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(4 * SECONDS)
+
+    def long() -> None:
+        time.sleep(6 * SECONDS)
+
+    compiler: dict[str, Callable[[], None]] = {}
+    exec(compile("def compiling(long): long()", f"/site-packages/{COMPILERS[0]}", "exec"), compiler)
+    data = Slow({0: long, 4: lambda: compiler["compiling"](long), 7: until_reported})
+    pipeline = make_pipeline(mixed_net(dtype=torch.float32), data.spec, stages=3, optimizer=sgd, learning_rate=lambda t: 0.01)
+    with caplog.at_level(logging.WARNING), pipeline.hooks.attached(Watchdog(pipeline.workers, 5, SECONDS)):
+        pipeline.train(data, 9)
+        long()
+        pipeline.evaluate(data, 6)
+    (text,) = texts(7)
+    assert re.match(r"rank 5, stage 1, microbatch 7, forward, round \d+: [\d.]+ s without progress, ", text)
+    assert "; waits in petra/engine/endpoints.py:" in text
+    assert "until_reported" in text
+    assert not texts(0) + texts(4)
