@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
-from tests import golden
-from tests.golden import RUNS, _accepted, outcome, translated
+from launch.config.compose import compose_overrides
+from tests.golden import RUNS, outcome
 
 
-def test_runs_are_written_in_words_that_a_tree_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("optim=basis_rotation", "k=2", "optim.ema=0.9")
-    assert translated(words, set()) == words
-    found = translated(words, {"optim=basis_rotation", "optim.ema=0.9"})
-    assert found is not None
-    assert (found[0], *found[-2:]) == ("optim=adamw", "k=2", "optim.average=0.9")
-    monkeypatch.setattr(golden, "SPELLINGS", (("method.split=", None),))
-    assert translated(("k=2", "method.split=input_first"), {"method.split=input_first"}) is None
-    assert _accepted(["method.delay=1", "method.delays=1", "remedy=none", "remedy=nothing"]) == [True, False, True, False]
+def test_every_run_composes_and_has_a_name_of_its_own(tmp_path: Path) -> None:
+    for run in RUNS:
+        for words in run.starts:
+            compose_overrides([word.replace("FILES", str(tmp_path)) for word in words])
     assert len({run.name for run in RUNS}) == len(RUNS)
 
 
