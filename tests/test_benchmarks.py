@@ -1,6 +1,5 @@
 """Benchmarks: contestants compute the same, commands run with tiny sizes; grid, search and records of the staleness benchmark."""
 
-import inspect
 import json
 import sys
 from collections import Counter
@@ -15,10 +14,8 @@ from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.staleness import __main__ as command
 from benchmarks.staleness import cells, figures, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
-from launch.config.compose import compose_overrides
 from petra import Recipe, TensorSpec, make_plan
 from petra.data import load_dataset
-from petra.models import revgpt
 from tests.data.test_tokens import write_llmc
 
 
@@ -65,15 +62,6 @@ def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
     assert {(8, "petra", 3.5), (8, "dsp", 3.5), (32, "petra", 3.9), (32, "dsp", 3.9)} <= set(found)
 
 
-def test_the_preset_is_the_network_of_sixteen_stages() -> None:
-    model = compose_overrides(["model=revgpt_500k", "data=tokens"]).model.options
-    given = {key: model[key] for key in inspect.signature(revgpt).parameters if model.get(key) is not None}
-    shape = {"classes": cells.VOCABULARY, "size": WINDOW, "delimiter": 0}
-    found = revgpt(**{**given, **shape})
-    shapes = [{name: p.shape for name, p in model.build(0).named_parameters()} for model in (found, Cell("petra").make_model())]
-    assert shapes[0] == shapes[1]
-
-
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     generator = np.random.default_rng(0)
@@ -110,23 +98,6 @@ def test_records_of_a_cell(tokens: Path, tmp_path: Path) -> None:
     assert not any("test" in record["loss"] for record in records if record not in final)
     assert len(final[0]["curve"]) == 4
     assert final[0]["bits_per_byte"]["val"] == pytest.approx(final[0]["loss"]["val"] / np.log(2) / 2)
-
-
-def test_the_search_chooses_by_the_validation_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The best rate is beyond the last one of the first round, and the longer warm-up is better."""
-
-    def pretend(trial: train.Trial, data: Path, out: Path) -> dict[str, object]:
-        loss = abs(np.log2(trial.rate / 1.6e-2)) + (0 if trial.warmup > 0.2 else 0.1)
-        return {"rate": trial.rate, "warmup": trial.warmup, "updates": trial.updates, "seed": trial.seed, "loss": {"val": loss}}
-
-    monkeypatch.setattr(command, "run", pretend)
-    records = list(command.trials(Cell("backprop"), tmp_path, tmp_path))
-    searched = [record["rate"] for record in records if record["seed"] == command.SEARCH_SEED and record["warmup"] == command.SHORT]
-    assert searched == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "one rate beyond the best"
-    assert {record["updates"] for record in records} == {command.UPDATES}, "the search's runs are as long as the final ones"
-    final = [record for record in records if record["seed"] != command.SEARCH_SEED]
-    assert {(record["rate"], record["warmup"]) for record in final} == {(1.6e-2, 0.3)}
-    assert len(final) == 5
 
 
 def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
