@@ -48,6 +48,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/mypy
+	! test -x $(BIN)/hadolint || $(BIN)/hadolint docker/Dockerfile
+	! test -x $(BIN)/shellcheck || $(BIN)/shellcheck docker/two_nodes.sh launch/templates/slurm.sbatch
 
 $(CUDA_VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CUDA_VENV)

@@ -100,12 +100,9 @@ def test_processes_are_taken_from_the_arguments_and_start_through_the_agent(monk
 @pytest.mark.parametrize(
     ("line", "some", "none"),
     [
-        ("petra tr", ["train"], ["sweep"]),
         ("petra train ", ["k=", "model=", "model.", "optim."], []),
         ("petra train model=rev", ["model=revnet18", "model=revgpt"], ["model=resnet18"]),
         ("petra sweep --out runs/a k=4 optim.", ["optim.lr=", "optim.momentum="], ["model.width="]),
-        ("petra train --nproc=2 method=pet", ["method=petra"], ["method=dsp"]),
-        ("petra evaluate runs/a trainer.dev", ["trainer.device="], []),
         ("petra train --np", [], ["--nproc"]),
         ("petra train model=no_such_model optim.", ["optim.lr="], []),
         ("petra compare ", [], ["k="]),
@@ -192,8 +189,6 @@ def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(blocked: bool) -
     ("variables", "message"),
     [
         ("RANK=x WORLD_SIZE=2", "RANK: expected an integer from 0 to 1 .*, got x"),
-        ("RANK=0", "WORLD_SIZE: expected an integer >= 1, got nothing"),
-        ("RANK=0 WORLD_SIZE=2", "MASTER_ADDR: expected the address of rank 0 .*, got nothing"),
         ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=abc", "MASTER_PORT: expected an integer from 1 to 65535, got abc"),
     ],
 )

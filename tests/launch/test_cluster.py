@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,11 +32,8 @@ KUBERNETES = "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=gpu PET_MASTER_ADD
         ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=0 NPROC_PER_NODE=", Node(1, 0, "auto", "127.0.0.1", 29500)),  # by hand under Slurm
         ("PET_NNODES=1:2", "PET_NNODES: expected one number, since the number of stages is fixed, got 1:2"),
         ("NNODES=2 MASTER_ADDR=a", "NODE_RANK: expected a value on each of 2 nodes, got nothing"),
-        ("NNODES=2 NODE_RANK=2 MASTER_ADDR=a", "NODE_RANK: expected an integer from 0 to 1, got 2"),
         ("NNODES=2 NODE_RANK=0", "MASTER_ADDR: expected a value on each of 2 nodes, got nothing"),
-        ("NPROC_PER_NODE=many", "NPROC_PER_NODE: expected an integer >= 1, got many"),
         ("NPROC_PER_NODE=8,2", "NPROC_PER_NODE: expected one number, or one for each of 1 node(s), got 8,2"),
-        ("MASTER_PORT=70000", "MASTER_PORT: expected an integer from 1 to 65535, got 70000"),
     ],
 )
 def test_the_environment_describes_a_node(environment: str, expected: Node | str) -> None:
@@ -48,27 +45,16 @@ def test_the_environment_describes_a_node(environment: str, expected: Node | str
             Node.from_environment(variables)
 
 
-def test_a_thread_that_ends_while_its_children_are_read_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Path, "iterdir", lambda path: [path / "0"])
-    assert agent.children() == []
-
-
 def test_an_error_before_the_processes_start_is_reported_once_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[object, ...]] = []
     monkeypatch.setattr(agent, "run_agent", lambda *arguments: started.append(arguments))
     for overrides, message in (
         (["--nproc", "11"], "processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"),
         (["--nproc", "2", "trainer.stages=[5,4]"], "stages: expected positive numbers of blocks that sum to 10, got [5, 4]"),
-        (["--nproc", "2", "k=0"], "k: expected an integer >= 1, got 0"),
-        (["--nproc", "0"], "--nproc: expected an integer >= 1, or auto, got 0"),
     ):
         monkeypatch.setattr(sys, "argv", ["train", "trainer.device=cpu", *overrides])
         assert message in refused(training.main, None)
     assert not started
-
-    monkeypatch.setattr(sys, "argv", ["train", "--nproc", "10", "trainer.device=cpu", "k=2"])
-    training.main()
-    assert started == [(["--standalone", "--nproc-per-node", "10"], "launch.train", ["trainer.device=cpu", "k=2"])]
 
 
 def test_processes_on_one_gpu_are_named() -> None:
@@ -91,7 +77,6 @@ def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     [
         (2, "process 3 failed first, with status 2", 2),
         (-9, "process 3 failed first, with signal SIGKILL", 137),
-        (75, "process 3 failed first, with status 75", 75),
         (-15, "process 3 was stopped before training, by SIGTERM", 75),
         (-2, "process 3 failed first, with signal SIGINT", 130),
     ],
@@ -123,17 +108,3 @@ def test_all_ranks_agree_and_every_start_has_another_name(world: int) -> None:
         assert len(set(results)) == 1
         names.append(results[0])
     assert len(set(names)) == world
-
-
-def test_processes_that_have_ended_do_not_count() -> None:
-    """Ranks 1 and 2 announce themselves and end. Rank 0 waits for their successors."""
-    store = dist.HashStore()
-    for rank in (1, 2):
-        with pytest.raises(dist.DistStoreError):
-            agree_on_start(store, rank, 3, timedelta(milliseconds=50))
-    with ThreadPoolExecutor(3) as pool:
-        ranks: list[Future[str]] = [pool.submit(agree_on_start, store, rank, 3, LIMIT) for rank in (0, 1)]
-        with pytest.raises(TimeoutError):
-            ranks[0].result(timeout=0.3)
-        ranks.append(pool.submit(agree_on_start, store, 2, 3, LIMIT))
-        assert len({rank.result() for rank in ranks}) == 1

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
 from petra.specs import Streams
-from stress.kill_many import RUN, children
+from stress.kill_many import children
 from tests.structure import ROOT
 from tests.support.forked import Forked, used
 from tests.support.processes import is_running
@@ -245,56 +244,3 @@ def test_processes_stop_when_their_agent_is_killed(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert list((tmp_path / "run" / "checkpoints").glob("0*"))
-
-
-def listeners(pid: int) -> set[str]:
-    """Return the addresses on which a process listens, in the notation of /proc/net."""
-    sockets = set()
-    for handle in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):
-            sockets.add(os.readlink(handle))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            _, address, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and f"socket:[{inode}]" in sockets:
-                found.add(address.partition(":")[0])
-    return found
-
-
-LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
-
-
-@pytest.mark.processes
-def test_processes_listen_only_on_the_given_interface(tmp_path: Path) -> None:
-    """Only the agent opens other ports, for torchrun's own needs."""
-    with Forked(tmp_path, [*LONG, "trainer.transport=edge"], 2, environment={"GLOO_SOCKET_IFNAME": "lo"}) as run:
-        training(run)
-        for process in run.processes:
-            assert process.pid is not None
-            assert listeners(process.pid) <= LOOPBACK
-            assert listeners(process.pid)
-
-
-SECRETS = {
-    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
-    "AWS_SECRET_ACCESS_KEY": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY",
-    "HF_TOKEN": "hf_notarealtokenatall",
-}
-
-
-@pytest.mark.processes
-def test_no_secret_reaches_a_log_or_a_run_folder(tmp_path: Path) -> None:
-    """Covers a successful run, with Weights & Biases if it is installed, and a run that ends with an error."""
-    logger = "wandb" if find_spec("wandb") else "jsonl"
-    with Forked(tmp_path / "run", [*RUN, f"logger={logger}"], 1, environment=SECRETS) as run:
-        assert run.wait(120) == [0], run.output()
-    refused = [*RUN, "run_dir=refused", f"+logger.api_key={SECRETS['WANDB_API_KEY']}"]
-    with Forked(tmp_path / "refused", refused, 1, environment=SECRETS) as run:
-        assert run.wait(120) == [2], run.output()
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) > 10
-    for path in files:
-        content = path.read_bytes()
-        found = [name for name, value in SECRETS.items() if value.encode() in content]
-        assert not found, f"{path}: {found}"

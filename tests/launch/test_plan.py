@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,13 +54,9 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
     [
         ("devices: [{speedx: 1}]", "speedx"),
         ("devices: [{speed: 0}]", "speed: expected a number >= 1e-6 and <= 1e6, got 0"),
-        ("devices: [{speed: .inf}]", "speed: expected a number >= 1e-6 and <= 1e6, got inf"),
-        ("devices: [{memory: .nan}]", "memory: expected null or a number > 0 and <= 1e6, got nan"),
         (f"{TWO}[{{forward: {{bandwidth: 1, latency: .inf}}, backward: {{bandwidth: 1}}}}]", "latency: expected a number >= 0"),
         ("devices: [{count: 3}]", "links: expected 2, one between each two neighbours of 3 processes, got 0"),
         ("devices: [{memory: 80.0e+9}]", "memory: expected null or a number > 0 and <= 1e6, got 80000000000.0"),
-        ("devices: [{count: 1000000000}]", "count: expected an integer >= 1 and <= 1e6, got 1000000000"),
-        (f"{TWO}[{{forward: {{bandwidth: 12.0e+9}}, backward: {{bandwidth: 1}}}}]", "bandwidth: expected a number >= 1e-6"),
         (f"{TWO}[{{forward: {{bandwidth: 1, latency: 2.0e-5}}, backward: {{bandwidth: 1}}}}]", "latency: expected microseconds"),
         ("devices: [", "YAML"),
     ],
@@ -75,13 +70,6 @@ def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="missing"):
         read_machines(str(tmp_path / "missing.yaml"))
-
-
-def test_a_file_of_machines_that_no_setting_uses_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    cluster = SimpleNamespace(machines="machines.yaml")
-    setup: Any = SimpleNamespace(auto=frozenset(), config=SimpleNamespace(cluster=cluster))
-    assert tune_setup(setup, Process(0, 1, 0, 1)) is setup
-    assert "cluster.machines is not used: no setting is auto" in caplog.text
 
 
 def test_machines_that_the_doctor_describes() -> None:
@@ -113,16 +101,6 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     (column,) = [float(line.split("|")[6]) for line in out.splitlines() if line.startswith(f"| {chosen['method']}{auto} ")]
     assert totals[int(device) - 1] == max(totals) == pytest.approx(column, rel=0.01)
     assert sum(float(part.split()[1]) for part in parts.split(", ")) == pytest.approx(column, rel=0.01)
-
-
-def test_memory_that_is_too_small_and_a_plan_for_one_device(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--devices", "4", "--memory", "1e-6", *SMALL])
-    refusal = r"not possible:\n- petra: memory: expected at least \S+ GB for device \d, got 1e-06 GB"
-    assert re.search(refusal, capsys.readouterr().out)
-    main(["--devices", "1", *SMALL])
-    out = capsys.readouterr().out
-    assert "recommended: method=" in out
-    assert "method.delay=" not in out
 
 
 @pytest.mark.parametrize("word", ["devices=0", "latency=inf", "teraflops=-1", "bandwidth=1e300", "memory=nan"])

@@ -10,16 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch.nn import functional as F
 
 from launch import evaluate, predict
 from launch.run.weights import Weights
 from petra.data import load_dataset
-from petra.models import resnet18, revnet18
+from petra.models import revnet18
 from petra.pipeline import Pipeline
 from petra.training import facts_in, load, newest, read_rows
 from tests.support.commands import refused, train
-from tests.support.fakes import write_image_folders
 from tests.support.forked import Forked
 
 RUN = (
@@ -60,7 +58,6 @@ def test_predictions_equal_those_of_the_network_on_the_data_set(
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     [
-        (predict, "", "command line: expected JPEG or PNG files, got none"),
         (predict, "{folder}/config.yaml", "{folder}/config.yaml: can't be read as a JPEG or PNG image"),
         (predict, "--weights={folder}/none.pt x.png", "{folder}/none.pt: cannot be read as exported weights"),
     ],
@@ -150,25 +147,3 @@ def test_evaluation_repeats_the_last_epochs(segmented: Path, changes: list[str],
     shares = [iou for iou in found["iou"].values() if iou is not None]
     assert [*found["iou"]] == ["0", "1", "2"]
     assert found["miou"] == pytest.approx(sum(shares) / len(shares))
-
-
-def test_classification_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Train with in-place leaky ReLU; evaluate with ReLU, against a forward by hand."""
-    write_image_folders(tmp_path / "data", train=4, val=2)
-    words = ["data=imagenet", f"data.root={tmp_path}/data", "data.classes=3", "data.size=32", "data.workers=0", "data.batch_size=4"]
-    words += ["model=resnet18", "model.width=0.125", "model.norm=inplace_abn"]
-    arguments = [*words, "trainer.epochs=1", "run_dir=run", "trainer.device=cpu", "trainer.export=pt", "k=1"]
-    monkeypatch.chdir(tmp_path)
-    train(*arguments)
-    capsys.readouterr()
-    test = load_dataset("imagenet", root=tmp_path / "data", size=32).test
-    images, targets = (read(torch.arange(6), None) for read in (test.inputs, test.targets))
-    network = resnet18(3, 0.125, activation="relu").build(0)
-    network.load_state_dict(load(tmp_path / "run" / "model.pt"))
-    with torch.no_grad():
-        scores = network.eval()(images)
-    evaluate.main([f"{tmp_path}/run", "model.norm=batchnorm", "model.activation=relu"])
-    found = json.loads(capsys.readouterr().out)
-    assert found["images"] == 6
-    assert found["loss"] == pytest.approx(float(F.cross_entropy(scores, targets)), rel=1e-4)
-    assert found["accuracy"] == pytest.approx(float((scores.argmax(1) == targets).float().mean()))

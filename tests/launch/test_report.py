@@ -148,10 +148,7 @@ CONFIG = "format: 3\nmethod: {name: petra, delay: 2}\nk: 4\ntrainer: {epochs: 3}
     [
         ("", CONFIG, "x.png", "runs: expected folders of runs with a finished epoch, got "),
         ('{"epoch": 1\n{}\n', CONFIG, "x.png", "metrics.jsonl: expected a JSON object in line 1, got '{\"epoch\": 1'"),
-        ('{"epoch": 1}\n', CONFIG, "x.png", "metrics.jsonl: expected a number microbatches in line 1, got none"),
         (json.dumps(GOOD), None, "x.png", "config.yaml: can't be read ([Errno 2] No such file or directory"),
-        (json.dumps(GOOD), "- 1\n", "x.png", "config.yaml: expected the configuration of a run, got another file"),
-        (json.dumps(GOOD), CONFIG, "x.foo", "--out: expected a file name that ends in .png, .svg or .pdf, got "),
         (json.dumps(GOOD), CONFIG, "metrics.jsonl/x.png", "x.png: cannot be written (File exists)"),
     ],
 )
