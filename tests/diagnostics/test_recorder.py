@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from petra import Keep, Method, Pipeline
+from petra import Method, Pipeline
 from petra.analysis.timeline import main, write_timeline
 from petra.diagnostics import recorder as recording
 from petra.diagnostics.events import Interval, Kind, split_waits
@@ -31,24 +31,6 @@ def test_only_the_first_microbatches() -> None:
         for _ in range(3):
             pipeline.train(RandomSource(), 3)
     assert {i.microbatch for i in recorder.intervals} == {0, 1, 2, 3}
-
-
-def test_stage_metrics() -> None:
-    pipeline = built(Method("petra", 2, Keep.INPUT), k=4, stages=3)
-    times = StageTimes(pipeline)
-    pipeline.measures.append(times.metrics)
-    with pipeline.hooks.attached(times):
-        pipeline.train(RandomSource(), 8)
-    rows = pipeline.stage_metrics()
-    names = ("forward_seconds", "backward_seconds", "update_seconds", "data_seconds", "waiting_seconds")
-    assert {key.rpartition("/")[2] for key in rows} >= {*names, "in_flight", "buffer_bytes"}
-    assert [rows[f"stage/{j}/in_flight"] for j in (1, 2, 3)] == [5, 3, 1]
-    assert rows["stage/1/data_seconds"] > 0 == rows["stage/2/data_seconds"]
-    assert all(rows[f"stage/{j}/{name}"] > 0 for j in (1, 2, 3) for name in names[:3])
-    assert rows["stage/1/buffer_bytes"] == 5 * RandomSource().spec.bytes + 5 * 2 * 4 * 4 * 64 * 8 * (
-        pipeline.plan.layout.stages[0].stop - 1
-    )
-    assert not any(pipeline.stage_metrics()[f"stage/{j}/forward_seconds"] for j in (1, 2, 3))
 
 
 class Event:
@@ -101,6 +83,8 @@ def test_sums_equal_the_intervals_without_storing_them(events: bool, monkeypatch
             "waiting": seconds[j, Kind.RECEIVE] + seconds[j, Kind.SEND] - data,
         }
         assert {name: rows[f"stage/{j + 1}/{name}_seconds"] for name in expected} == pytest.approx(expected)
+        assert all(expected[name] > 0 for name in ("forward", "backward", "update"))
+        assert (data > 0) == (j == 0)
 
 
 def test_receive_is_split_where_its_message_left() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import BlockSpec, Model, ModelError, Pipeline, UpdateRules
+from petra import Model, ModelError, Pipeline, UpdateRules
 from petra.reversible import Coupling
 from tests.engine.test_any_block import FLAT, Vectors
 from tests.support.nets import make_pipeline, sgd
@@ -97,27 +97,6 @@ def test_a_late_hook_sees_what_the_optimizer_gets(rules: UpdateRules) -> None:
 
     found = [train(blocks(), optimizer=optimizer, rules=rules).state_dict() for optimizer in (sgd, Offloaded)]
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-
-
-class Counting(nn.Linear):
-    """A layer that registers its own method as a hook when it is built."""
-
-    def __init__(self) -> None:
-        super().__init__(6, 3, dtype=torch.float64)
-        self.calls = 0
-        self.weight.register_hook(self.count)
-
-    def count(self, gradient: Tensor) -> None:
-        self.calls += 1
-
-
-def test_hooks_of_a_builder_and_of_a_copied_module_belong_to_the_module_that_is_trained() -> None:
-    module = Counting()
-    for model in (Model("mine", (BlockSpec("head", Counting),)), Model.of("mine", {"head": module})):
-        pipeline = make_pipeline(model, FLAT, optimizer=sgd, method="backprop", k=K)
-        pipeline.train(Vectors(), MICROBATCHES)
-        assert next(pipeline.blocks())[1].calls == MICROBATCHES // K
-    assert module.calls == 0
 
 
 def test_removed_hooks_skipped_updates_and_other_shapes() -> None:

@@ -25,7 +25,7 @@ from petra.models import MODELS
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.settings import Numerics, Runtime
 from petra.specs import Streams
-from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed, mixed_net, sgd
+from tests.support.nets import RandomSource, make_pipeline, mixed, mixed_net, sgd
 from tests.support.pairs import all_pairs
 
 
@@ -154,25 +154,6 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str) -> None:
     for m in range(2):
         (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / 2).backward()
     torch.testing.assert_close(recorded(pipeline), [p.grad for p in plain.parameters()], rtol=1e-7, atol=1e-9)
-
-
-def test_evaluation_uses_running_statistics_and_ignores_filling_targets() -> None:
-    data = RandomSource()
-    data.targets = lambda m: RandomSource.targets(data, m).masked_fill((m == 2) & (torch.arange(4) > 0), -100)  # type: ignore[method-assign]
-    pipeline = mixed(seed=1)
-    pipeline.train(data, 9)
-    before = {key: value.clone() for key, value in pipeline.state_dict().items()}
-    result = pipeline.evaluate(data, 3)
-    plain = mixed_net().build(1).eval()
-    plain.load_state_dict(before)
-    with torch.no_grad():
-        logits = torch.cat([plain(data.inputs(m)) for m in range(3)])
-    targets = torch.cat([data.targets(m) for m in range(3)])
-    assert result.targets == 9
-    assert result.loss == pytest.approx(F.cross_entropy(logits, targets).item(), rel=1e-9)
-    assert result.metrics["accuracy"] == pytest.approx((logits.argmax(1) == targets).sum().item() / 9)
-    assert_equal(pipeline.state_dict(), before)
-    assert all(stage.module.training for stage in pipeline.stages.values())
 
 
 def test_what_an_error_left_on_its_way_is_not_trained_on() -> None:

@@ -1,6 +1,6 @@
 """Checkpoints with random damage: each is skipped with a warning, is a one-line error, or is read correctly, and runs no code.
 
-The tests try a few hundred; ``pytest tests/training/test_damaged_checkpoints.py --hypothesis-profile=long`` tries 3,750.
+The tests try a few hundred; ``pytest tests/training/test_damaged_checkpoints.py --hypothesis-profile=long`` tries 2,500.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from petra import DataError, PetraError, Pipeline
-from petra.training import Checkpoints, export, load, newest, restore
+from petra import PetraError, Pipeline
+from petra.training import Checkpoints, newest, restore
 from petra.training.checkpoint import FACTS, MANIFEST, checksum, write_synced
 from petra.training.state import state_of
 from petra.training.weight_files import State
@@ -92,7 +92,7 @@ def damages(draw: st.DrawFn) -> Callable[[Saved, Path], None]:
 
         def apply(saved: Saved, folder: Path) -> None:
             path = folder / name
-            content = path.read_bytes() if path.is_file() else b" "
+            content = (path.is_file() and path.read_bytes()) or b" "  # an earlier change may have emptied it
             place = int(fraction * len(content))
             path.unlink() if path.is_file() else None
             written = {
@@ -161,24 +161,5 @@ def test_a_manifest_that_matches_the_damage_runs_no_code(damage: Any, saved: Sav
     else:
         text = f"{saved.folder}: no error"
     assert str(saved.folder) in text
-    assert "\n" not in text
-    assert not saved.canary.exists()
-
-
-@given(content=st.data())
-def test_exported_weights(content: st.DataObject, saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.getbasetemp() / "model.pt"
-    if not path.exists():
-        export(saved.pipeline, path)
-    whole = path.read_bytes()
-    path.write_bytes(content.draw(st.just(saved.evil) | damaged(whole)))
-    try:
-        found, text = load(path), f"{path}: no error"
-    except DataError as error:
-        found, text = {}, str(error)
-    finally:
-        path.write_bytes(whole)
-    assert all(isinstance(value, torch.Tensor) for value in found.values())
-    assert text.startswith(f"{path}: ")
     assert "\n" not in text
     assert not saved.canary.exists()

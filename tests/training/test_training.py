@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from petra.training import (
 from petra.training.weight_files import hash_of
 from tests.structure import ROOT
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.training.test_damaged_checkpoints import Evil
 
 
 def test_run_folder_is_new_or_empty(tmp_path: Path) -> None:
@@ -109,9 +111,12 @@ def test_an_exported_file_holds_facts_beside_the_tensors(suffix: str, tmp_path: 
     (tmp_path / f"flipped{suffix}").write_bytes(content)
     with pytest.raises(DataError, match=r"flipped\.\w+: expected the weights that were exported, as their hash says"):
         load(tmp_path / f"flipped{suffix}")
-    (tmp_path / f"damaged{suffix}").write_bytes(b"damaged")
-    with pytest.raises(DataError, match="cannot be read as exported weights"):
-        facts_in(tmp_path / f"damaged{suffix}")
+    for content in (b"damaged", pickle.dumps(Evil(tmp_path / "canary"))):
+        (tmp_path / f"damaged{suffix}").write_bytes(content)
+        for read in (facts_in, load):
+            with pytest.raises(DataError, match="cannot be read as exported weights"):
+                read(tmp_path / f"damaged{suffix}")
+    assert not (tmp_path / "canary").exists(), "the file ran code"
 
 
 HOLD = """
