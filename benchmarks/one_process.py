@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from benchmarks.report import alternate, benchmark_parser, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, sgd
 from petra import METHODS, Keep, Method, Pipeline, Recipe, TensorSpec, Weights
+from petra.diagnostics.process_memory import keep_freed_memory
 from petra.models import MODELS
-from petra.process_memory import keep_freed_memory
 from petra.settings import Numerics
 
 METHODS_HERE = {

@@ -22,10 +22,10 @@ from launch.plan import Row, predict_method
 from petra import METHODS, Keep, Method, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.costs import BlockCost, profile_blocks
 from petra.cost_model.machines import Machines, measure_link
+from petra.diagnostics.process_memory import keep_freed_memory
 from petra.distributed import all_gather_objects
 from petra.model import Model
 from petra.models import MODELS
-from petra.process_memory import keep_freed_memory
 from petra.settings import TransportName
 
 PETRA = METHODS["petra"]

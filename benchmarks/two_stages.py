@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch
 from petra import BlockSpec, Keep, Method, Model, Pipeline, Recipe, TensorSpec
-from petra.process_memory import keep_freed_memory
+from petra.diagnostics.process_memory import keep_freed_memory
 from petra.reversible import Coupling
 from petra.settings import Numerics, Runtime, TransportName
 

@@ -146,7 +146,7 @@ def predict_method(
     else:
         tuned, memory = search_within([device.memory for device in devices], search, partial(memories, method), "memory", "device")
     method = replace(method, delay=tuned.delay)
-    rules = simulated_transport(transport, method.boundary_delays(count - 1)[: count - 1])
+    rules = simulated_transport(transport, method.boundary_delays(count - 1))
     found = predict(tuned.costs, method, k, link=links, transport=rules)
     messages = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     messages += [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]

@@ -89,37 +89,18 @@ class Hook:
         """A process has posted a lockstep exchange, whose messages may still be on their way."""
 
 
-EVENTS = tuple(name for name in vars(Hook) if not name.startswith("_"))
+class Hooks(list[Hook]):
+    """The hooks attached to a pipeline, in the order in which they are called. Append one to attach it for good."""
 
-
-class Hooks:
-    """The hooks attached to a pipeline. For each event of :class:`Hook`, an attribute has the methods to call."""
-
-    def __init__(self) -> None:
-        self.attached_hooks: list[Hook] = []
-
-    def __getattr__(self, event: str) -> tuple[Callable[..., None], ...]:
-        if event not in EVENTS:
-            raise AttributeError(event)
-        base = getattr(Hook, event)
-        calls = tuple(getattr(hook, event) for hook in self.attached_hooks if getattr(type(hook), event) is not base)
-        vars(self)[event] = calls  # until a hook is attached or leaves
-        return calls
-
-    def attach(self, hook: Hook) -> None:
-        """Call ``hook`` at every event from now on, after the hooks attached earlier."""
-        self._forget()
-        self.attached_hooks.append(hook)
+    def calls(self, event: str) -> list[Callable[..., None]]:
+        """Return the methods to call at an event: those of the hooks that override it. None for an empty name."""
+        return [getattr(hook, event) for hook in self if event and getattr(type(hook), event) is not getattr(Hook, event)]
 
     @contextmanager
     def attached(self, hook: H) -> Iterator[H]:
         """Attach ``hook`` for the duration of the ``with`` block, and return it as the block's target."""
-        self.attach(hook)
+        self.append(hook)
         try:
             yield hook
         finally:
-            self._forget()
-            self.attached_hooks.remove(hook)
-
-    def _forget(self) -> None:
-        self.__dict__ = {"attached_hooks": self.attached_hooks}
+            self.remove(hook)

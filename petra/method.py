@@ -37,10 +37,6 @@ class Keep(StrEnum):
     """
 
 
-STORABLE = (Keep.GRAPH, Keep.INPUT, Keep.NOTHING)
-"""What a method can ask blocks to store."""
-
-
 class Weights(StrEnum):
     """Which version of the weights backward differentiates."""
 
@@ -93,14 +89,8 @@ class Method:
             raise invalid("method.weights", "current or stashed with method.flush=true", "double")
 
     def boundary_delays(self, boundaries: int) -> tuple[int, ...]:
-        """Return the delay d_j of each boundary.
-
-        The result has at least one entry, so a pipeline without boundaries must ignore it. A delay given as a tuple is returned
-        unchanged, except that an empty tuple gives ``(0,)``.
-        """
-        if isinstance(self.delay, int):
-            return (self.delay,) * max(boundaries, 1)
-        return self.delay or (0,)
+        """Return the delay d_j of each boundary. A delay given as a tuple is returned unchanged."""
+        return (self.delay,) * boundaries if isinstance(self.delay, int) else self.delay
 
     def delays(self, stages: int, k: int) -> tuple[int, ...]:
         """Return the delay τ_j of each stage, in microbatches.
@@ -121,7 +111,7 @@ class Method:
         if self.fill:
             return (k - 1,) * stages
         between = self.boundary_delays(stages - 1)
-        delays = tuple(sum(between[j : stages - 1]) for j in range(stages))
+        delays = tuple(sum(between[j:]) for j in range(stages))
         require(delays[0] <= MAX_DELAY, "method.delay", f"at most {MAX_DELAY} in total", delays[0])
         if self.weights is Weights.DOUBLE and delays[0] > k:
             expected = f"an integer >= {delays[0]} with method.weights=double (the delay of stage 1, so that two versions suffice)"

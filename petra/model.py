@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from petra.errors import ModelError, first_line, invalid, require
 from petra.reversible import ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded
 from petra.specs import Streams, TensorSpec, as_streams
-from petra.torch_private import TorchDispatchMode, hooks, late_hooks
+from petra.torch_private import TorchDispatchMode, hooks_of
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Model:
 
     def build(self, seed: int) -> Chain:
         """Build the whole network as one module, for export or for training without a pipeline."""
-        return Chain([(block.name, self.build_block(i, seed)) for i, block in enumerate(self.blocks)])
+        return Chain(OrderedDict((block.name, self.build_block(i, seed)) for i, block in enumerate(self.blocks)))
 
     def profile(self, inputs: TensorSpec) -> tuple[BlockProfile, ...]:
         """Compute shapes, parameters and FLOPs of every block on the meta device.
@@ -201,10 +201,7 @@ def _copied(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module, memo)
     for parameter in module.parameters():
         own = memo[id(parameter)]
-        for register, found in (
-            (own.register_hook, hooks(parameter)),
-            (own.register_post_accumulate_grad_hook, late_hooks(parameter)),
-        ):
+        for register, found in zip((own.register_hook, own.register_post_accumulate_grad_hook), hooks_of(parameter), strict=True):
             for hook in found if parameter.requires_grad else ():
                 owner = id(hook.__self__) if isinstance(hook, MethodType) else None
                 register(MethodType(hook.__func__, memo[owner]) if owner in memo else hook)  # type: ignore[attr-defined]
@@ -286,17 +283,8 @@ def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) ->
     return profile, outputs
 
 
-class Chain(nn.Module):
-    """Blocks applied one after another with ordinary autograd. Keys of its state dictionary are ``<block name>.<key>``.
-
-    Args:
-        blocks: Name and module of each block.
-    """
-
-    def __init__(self, blocks: Sequence[tuple[str, nn.Module]]) -> None:
-        super().__init__()
-        for name, block in blocks:
-            self.add_module(name, block)
+class Chain(nn.Sequential):
+    """Blocks applied one after another with ordinary autograd. Keys of its state dictionary are ``<block name>.<key>``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output of the last block for the input ``x`` of the first."""

@@ -168,10 +168,10 @@ class Pipeline:
         start = self.microbatches_done
         self._set_data(data, start, microbatches, training=True)
         self._source.on_microbatch = on_microbatch
-        for begin in self.hooks.train_begin:
+        for begin in self.hooks.calls("train_begin"):
             begin(start, start + microbatches)
         self.microbatches_done += self._executor.train(start, start + microbatches, stop)
-        for end in self.hooks.train_end:
+        for end in self.hooks.calls("train_end"):
             end()
         if self.replicas is not None:
             self.replicas.synchronize()

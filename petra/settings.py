@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from petra.errors import check_types, invalid, require
+from petra.errors import alternatives, check_types, invalid, require
+from petra.message_formats import MESSAGE_FORMATS
 
 TransportName = Literal["auto", "local", "lockstep", "edge"]
 
@@ -21,8 +22,8 @@ class Numerics:
         channels_last: Use the channels-last memory format for 4-d streams and weights.
         exact_streams: Round streams and the outputs of reversible blocks' functions to a grid on which additions are exact. With
             unchanged weights, reconstruction is then exact bit for bit (:mod:`petra.reversible.grid`).
-        wire: Type in which streams and gradients travel between stages (``torch.bfloat16``), or None for their own. Applied
-            between stages of one process too, so that results don't depend on the number of processes.
+        wire: Name of the format in which streams and gradients travel between stages (:mod:`petra.message_formats`), or None for
+            their own type. Applied between stages of one process too, so that results don't depend on the number of processes.
 
     Raises:
         ConfigError: If a value has another type, a type is not a floating-point type, or ``exact_streams`` is combined with
@@ -32,14 +33,13 @@ class Numerics:
     autocast: torch.dtype | None = None
     channels_last: bool = False
     exact_streams: bool = False
-    wire: torch.dtype | None = None
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         accepted = (None, torch.bfloat16, torch.float16)
         require(self.autocast in accepted, "autocast", "None, torch.bfloat16 or torch.float16", self.autocast)
-        wire_fits = self.wire is None or (isinstance(self.wire, torch.dtype) and self.wire.is_floating_point)
-        require(wire_fits, "wire", "None or a floating-point type such as torch.bfloat16", self.wire)
+        require(self.wire is None or self.wire in MESSAGE_FORMATS, "wire", alternatives(["None", *MESSAGE_FORMATS]), self.wire)
         exact_over_wire = not self.exact_streams or self.wire is None
         require(exact_over_wire, "exact_streams", f"false with wire={self.wire}", "true")
 

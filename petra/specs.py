@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from petra.errors import ModelError, check_types, invalid, require
+from petra.message_formats import MESSAGE_FORMATS
 
 Streams = tuple[Tensor, ...]
 """Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network."""
@@ -34,20 +36,19 @@ class TensorSpec:
         shape: Size of each dimension.
         dtype: Type of the elements.
         channels_last: Whether the tensor uses the channels-last memory format.
-        wire: Type in which the tensor travels between stages, or None for ``dtype``.
+        wire: Name of the format in which the tensor travels between stages, or None for ``dtype``.
 
     Raises:
-        ConfigError: If the shape has other entries than integers >= 0, or ``dtype`` or ``wire`` is no type of torch.
+        ConfigError: If the shape has other entries than integers >= 0, or ``dtype`` is no type of torch.
     """
 
     shape: Annotated[tuple[int, ...], ">= 0"]
     dtype: torch.dtype
     channels_last: bool = False
-    wire: torch.dtype | None = None
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.dtype, torch.dtype), "dtype", "a type of torch, such as torch.float32", repr(self.dtype))
-        require(self.wire is None or isinstance(self.wire, torch.dtype), "wire", "None or a type of torch", repr(self.wire))
         check_types(self)
 
     @property
@@ -55,15 +56,29 @@ class TensorSpec:
         """Size of the tensor in bytes, in ``dtype``."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """Type in which the tensor travels between stages."""
-        return self.wire or self.dtype
+    @cached_property
+    def packed(self) -> tuple[TensorSpec, ...]:
+        """Specs of what travels between stages: the tensor itself, or its elements and factors in a format."""
+        if self.wire is None:
+            return (self,)
+        found = MESSAGE_FORMATS[self.wire]
+        elements = TensorSpec(self.shape, getattr(torch, found.dtype), self.channels_last)
+        return (elements, TensorSpec((found.factors,), torch.float32)) if found.factors else (elements,)
 
     @property
     def wire_bytes(self) -> int:
-        """Size of the tensor in bytes, in ``wire_dtype``."""
-        return self.wire_dtype.itemsize * torch.Size(self.shape).numel()
+        """Size in bytes of what travels between stages."""
+        return sum(part.bytes for part in self.packed)
+
+    def pack(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Return what travels for a tensor."""
+        if self.wire is None:
+            return (tensor,)
+        return [part.to(spec.dtype) for part, spec in zip(MESSAGE_FORMATS[self.wire].pack(tensor), self.packed, strict=True)]
+
+    def unpack(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the tensor from what has arrived."""
+        return parts[0] if self.wire is None else MESSAGE_FORMATS[self.wire].unpack(parts, self.dtype)
 
     def require(self, tensor: Tensor, what: str) -> None:
         """Check that a tensor has this shape and type.
@@ -79,16 +94,12 @@ class TensorSpec:
             raise invalid(what, str(self), TensorSpec(tuple(tensor.shape), tensor.dtype), ModelError)
 
     def __str__(self) -> str:
-        wire = "" if self.wire is None else f" as {_name(self.wire)}"
-        return f"{_name(self.dtype)}{list(self.shape)}{wire}"
+        wire = "" if self.wire is None else f" as {self.wire}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{wire}"
 
 
 MessageSpec = tuple[tuple[TensorSpec, ...], ...]
 """Specs of the tensors of a :data:`Message`, in the same nesting."""
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def as_streams(value: Tensor | Sequence[Tensor]) -> Streams:

@@ -75,14 +75,9 @@ def take_hooks(parameter: Tensor) -> Mapping[int, Hook]:
     return hooks or {}
 
 
-def hooks(parameter: Tensor) -> list[Hook]:
-    """Return the functions that ``register_hook`` has registered."""
-    return [*(parameter._backward_hooks or {}).values()]
-
-
-def late_hooks(parameter: Tensor) -> list[Hook]:
-    """Return the functions that ``register_post_accumulate_grad_hook`` has registered."""
-    return [*(parameter._post_accumulate_grad_hooks or {}).values()]
+def hooks_of(parameter: Tensor) -> tuple[list[Hook], list[Hook]]:
+    """Return the functions that ``register_hook`` and ``register_post_accumulate_grad_hook`` have registered."""
+    return [*(parameter._backward_hooks or {}).values()], [*(parameter._post_accumulate_grad_hooks or {}).values()]
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -152,7 +152,7 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
 def _overlapped_period(stages: int, backward: float, method: Method) -> float:
     """Return the period with forward beside backward: that of the backward. The last stage stores its graph: 1 + 2 units, too."""
     # At d >= 2, the backward of a round needs a message that was sent before the forward of the round before.
-    beside = any(d >= 2 for d in method.boundary_delays(stages - 1)[: stages - 1])
+    beside = any(d >= 2 for d in method.boundary_delays(stages - 1))
     return max(3.0, backward) if beside else predict([StageCost(1, backward)] * stages, method).period
 
 

@@ -16,7 +16,7 @@ from tests import budgets
 from tests.structure import ROOT, WHOLE, imports, modules, room, room_imports
 
 PETRA = (
-    *("errors", "torch_private", "process_memory", "specs", "settings", "hooks", "reversible", "distributed", "method"),
+    *("errors", "torch_private", "message_formats", "specs", "settings", "hooks", "reversible", "distributed", "method"),
     *("model", "plan", "transport", "engine", "staleness", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models"),
     *("inplace_abn", "training", "elastic", "huggingface", "__main__"),
 )

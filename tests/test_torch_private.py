@@ -12,7 +12,7 @@ from torch import nn
 
 from launch.run.training import prepare_process
 from petra import torch_private
-from petra.process_memory import keep_freed_memory
+from petra.diagnostics.process_memory import keep_freed_memory
 from tests.structure import ROOT, modules
 from tests.support.commands import planned
 
@@ -39,7 +39,7 @@ def test_versions_grow_with_writes() -> None:
 FAULTS = """
 import resource
 import torch
-from petra.process_memory import keep_freed_memory
+from petra.diagnostics.process_memory import keep_freed_memory
 
 print(keep_freed_memory())
 torch.set_num_threads(1)

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from petra.errors import Count, Share
+from petra.message_formats import MESSAGE_FORMATS
 
 from .keys import Key, fields_of, is_shipped, signature
 
@@ -168,7 +169,7 @@ class TrainerConfig:
     stages: Annotated[int | list[int] | Literal["auto"] | None, ">= 1", "same results"] = None
     transport: Annotated[Literal["auto", "local", "lockstep", "edge"], "same results"] = "auto"
     precision: Literal["float32", "bf16", "fp16"] = "float32"
-    streams: Literal["float32", "exact", "bf16"] = "float32"
+    streams: Literal["float32", "exact", *MESSAGE_FORMATS] = "float32"  # type: ignore[valid-type]
     label_smoothing: Share = 0.0
     bootstrap: Annotated[float | None, "> 0 and <= 1"] = None
     channels_last: Annotated[bool, "same results"] = True

@@ -194,7 +194,7 @@ def check(config: Config, process: Process) -> None:
         require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
         require(config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true")
         require(process.device(trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
-        require(trainer.streams != "exact", "trainer.streams", "float32 or bf16 with cluster.elastic=true", "exact")
+        require(trainer.streams != "exact", "trainer.streams", "another value with cluster.elastic=true", "exact")
         automatic = AUTO in (trainer.stages, config.method.delay)
         require(not automatic, "cluster.elastic", "false with automatic settings", "true")
     selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
@@ -215,7 +215,7 @@ def _plan(
     config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int, device: torch.device
 ) -> Plan:
     (inputs, refetch), trainer = describe_inputs(config.data), config.trainer
-    wire = type_of("bf16") if trainer.streams == "bf16" else None
+    wire = None if trainer.streams in ("float32", "exact") else trainer.streams
     try:
         return make_plan(
             model,

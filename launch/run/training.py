@@ -12,6 +12,7 @@ from pathlib import Path
 
 from petra.analysis.timeline import write_timeline
 from petra.diagnostics.gradient_quality import GradientQuality
+from petra.diagnostics.process_memory import keep_freed_memory, release_memory
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.recorder import Recorder, StageTimes, gathered_intervals
 from petra.diagnostics.weight_drift import WeightDrift, distance
@@ -20,7 +21,6 @@ from petra.engine.options.replicas import Replicas
 from petra.engine.options.watchdog import Watchdog
 from petra.errors import Interrupted
 from petra.hooks import Hook
-from petra.process_memory import keep_freed_memory, release_memory
 from petra.training import FORMATS, Checkpoints, JsonLines, Lines, Trainer, UpdateMeans, Watcher, export, limited, peak_memory
 
 from ..config.schema import MEMORY, Config
@@ -174,7 +174,7 @@ class TrainingRun:
         """Measure the drift of the weights, and return the observers of the trainer: none without records."""
         config, pipeline = self.setup.config, self.pipeline
         drift = WeightDrift(pipeline, distance(config.k, config.trainer.log_every or UPDATES_BETWEEN_DRIFTS))
-        pipeline.hooks.attach(drift)
+        pipeline.hooks.append(drift)
         pipeline.measures.append(drift.metrics)
         if self.records is None:
             return []

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from petra import METHODS, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.memory import predict_memory
+from petra.diagnostics.process_memory import peak_memory, release_memory
 from petra.distributed import all_gather_objects
 from petra.models import MODELS
-from petra.process_memory import peak_memory, release_memory
 from petra.training import sgd
 
 from ..run.build import type_of

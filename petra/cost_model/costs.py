@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -15,7 +15,7 @@ from petra.engine.recipe import OptimizerFactory
 from petra.engine.stage import Stage
 from petra.method import Keep
 from petra.model import BlockProfile, Model
-from petra.plan.messages import boundary, returns_activations
+from petra.plan.messages import Boundary, boundary
 from petra.settings import Numerics
 from petra.specs import Streams, TensorSpec
 
@@ -30,7 +30,7 @@ class BlockCost:
     """Cost of one block for one microbatch. Times are in seconds, or in any other unit if all blocks use the same.
 
     Attributes:
-        output_bytes: Size of a message with the output streams.
+        boundaries: Messages over the boundary after the block, if a stage ends there, by what the block stores.
         forward, backward: Times with ``keep=nothing`` (``keep=input`` for blocks that aren't reversible).
         graph_forward, graph_backward: Times with ``keep=graph``.
         update: Time of one update of the block's parameters.
@@ -39,7 +39,7 @@ class BlockCost:
 
     name: str
     reversible: bool
-    output_bytes: int
+    boundaries: Mapping[Keep, Boundary]
     forward: float
     backward: float
     graph_forward: float
@@ -80,16 +80,14 @@ class StageCost:
 
 
 def pipeline_costs(stages: Sequence[Sequence[BlockCost]], keeps: Sequence[Sequence[Keep]]) -> list[StageCost]:
-    """Return the costs of all stages of a pipeline, given the blocks of each stage and what each block stores.
-
-    A backward message contains δ, and also x̃ if the stage that receives it stores nothing from which it could compute its output.
-    """
+    """Return the costs of all stages of a pipeline, given the blocks of each stage and what each block stores."""
     found, backward_bytes = list[StageCost](), 0
     for blocks, kept in zip(stages, keeps, strict=True):
         forward, backward = (sum(times) for times in zip(*map(BlockCost.seconds, blocks, kept), strict=True))
         update, weights = sum(block.update for block in blocks), sum(block.weights for block in blocks)
-        found.append(StageCost(forward, backward, update, blocks[-1].output_bytes, backward_bytes, weights))
-        backward_bytes = (2 if returns_activations(kept[-1]) else 1) * blocks[-1].output_bytes
+        after = blocks[-1].boundaries[kept[-1]]
+        found.append(StageCost(forward, backward, update, after.forward_bytes, backward_bytes, weights))
+        backward_bytes = after.backward_bytes
     return found
 
 
@@ -162,8 +160,8 @@ def profile_blocks(
 
 
 def _block_cost(profile: BlockProfile, numerics: Numerics, times: Sequence[float]) -> BlockCost:
-    message = boundary(profile.outputs, Keep.INPUT, numerics, 0).forward_bytes
-    return BlockCost(profile.name, profile.reversible, message, *times)
+    boundaries = {keep: boundary(profile.outputs, keep, numerics, 0) for keep in Keep}
+    return BlockCost(profile.name, profile.reversible, boundaries, *times)
 
 
 def _forward_backward_seconds(

@@ -66,7 +66,7 @@ class Pipe:
     @cached_property
     def boundary_delays(self) -> Sequence[int]:
         """Delay d of each boundary."""
-        return self.method.boundary_delays(len(self.costs) - 1)[: len(self.costs) - 1]
+        return self.method.boundary_delays(len(self.costs) - 1)
 
     @cached_property
     def owner(self) -> Sequence[int]:

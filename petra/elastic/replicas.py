@@ -134,7 +134,7 @@ class ElasticReplicas(Replicas, Hook):
         synchronized = any(getattr(layer, "synchronized", False) for layer in layers)
         require(not synchronized, "cluster.elastic", "false with layers that share batch statistics between replicas", "true")
         super().attach(workers, hooks)
-        hooks.attach(self)
+        hooks.append(self)
 
     def train_begin(self, start: int, stop: int) -> None:
         self.start = start

@@ -142,7 +142,7 @@ def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.devic
 
         check_range(_grid(plan, device), [worker.stage for worker in workers.values()])
     for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
-        worker.update[FiniteCheck].check_drained(worker.update.microbatches_done)
+        worker.update[FiniteCheck].check_drained(worker.update.last_t)
 
 
 def build_workers(

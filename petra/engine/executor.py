@@ -14,7 +14,7 @@ from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.timetable import Op, PeriodicRounds, Step, evaluation_rounds, training_rounds
 from petra.reversible.replay import NOTHING
-from petra.torch_private import hooks, late_hooks
+from petra.torch_private import hooks_of
 from petra.transport import Transfer, Transport
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Executor:
         """
         for j, worker in self._workers.items():
             worker.stage.begin_run(j + 1)
-            if any(hooks(p) or late_hooks(p) for p in worker.stage.gradients.parameters):
+            if any(any(hooks_of(p)) for p in worker.stage.gradients.parameters):
                 from petra.engine.options.parameter_hooks import call_hooks_of
 
                 call_hooks_of(worker)
@@ -91,7 +91,7 @@ class Executor:
 
     def _observing(self) -> AbstractContextManager[None]:
         """Return a context in which the attached hooks observe the workers."""
-        if not self._hooks.attached_hooks:
+        if not self._hooks:
             return NOTHING
         from petra.engine.options.observed import observing
 

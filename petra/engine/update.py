@@ -31,7 +31,7 @@ class Pending:
         t: Number of microbatches that the stage has processed, including those of the update.
         done: Number of updates before this one, skipped ones included.
         squared_norm: Squared norm of the stage's accumulated gradient, in float64.
-        clip_norm: Squared norm to clip by: the stage's, or the whole network's.
+        squared_clip_norm: Squared norm to clip by: the stage's, or the whole network's.
         factor: Factor of the gradients; None for 1.
         skip: Flag on the device whether to skip the step; None if all values are known to be finite.
     """
@@ -39,7 +39,7 @@ class Pending:
     t: int
     done: int
     squared_norm: Tensor
-    clip_norm: Tensor
+    squared_clip_norm: Tensor
     factor: Tensor | None = None
     skip: Tensor | None = None
 
@@ -83,7 +83,7 @@ class Norm(Part):
 
     def run(self, pending: Pending) -> None:
         if self._parameters:
-            pending.squared_norm = pending.clip_norm = squared_norm(self._parameters)
+            pending.squared_norm = pending.squared_clip_norm = squared_norm(self._parameters)
 
 
 def squared_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -103,7 +103,7 @@ class Clip(Part):
         self._norm = norm
 
     def run(self, pending: Pending) -> None:
-        pending.factor = (self._norm / (pending.clip_norm.sqrt() + 1e-6)).clamp(max=1.0)
+        pending.factor = (self._norm / (pending.squared_clip_norm.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 class Step(Part):
@@ -159,11 +159,11 @@ class Update:
 
     Attributes:
         done: Number of updates, skipped ones included.
-        microbatches_done: Number of microbatches that the stage had processed at its last update.
+        last_t: Number of microbatches that the stage had processed at its last update.
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
-        self.parts, self.done, self.microbatches_done = list(parts), 0, 0
+        self.parts, self.done, self.last_t = list(parts), 0, 0
         self._zero = scalar(0, device)
 
     def __call__(self, t: int) -> None:
@@ -175,7 +175,7 @@ class Update:
     def begin(self, t: int) -> Pending:
         """Count an update, and return it."""
         pending = Pending(t, self.done, self._zero, self._zero)
-        self.microbatches_done, self.done = t, self.done + 1
+        self.last_t, self.done = t, self.done + 1
         return pending
 
     def part(self, kind: type[P]) -> P | None:

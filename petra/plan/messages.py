@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from petra.message_formats import MESSAGE_FORMATS
 from petra.method import Keep
 from petra.settings import Numerics
 from petra.specs import MessageSpec, TensorSpec
@@ -27,12 +28,12 @@ class Boundary(NamedTuple):
     @property
     def forward_bytes(self) -> int:
         """Size of a forward message in bytes."""
-        return _bytes(self.forward)
+        return sum(spec.wire_bytes for part in self.forward for spec in part)
 
     @property
     def backward_bytes(self) -> int:
         """Size of a backward message in bytes, without the report."""
-        return _bytes(self.backward[:-1])
+        return sum(spec.wire_bytes for part in self.backward[:-1] for spec in part)
 
     def __str__(self) -> str:
         forward, backward = (", ".join(str(spec) for part in message for spec in part) for message in self)
@@ -63,9 +64,6 @@ def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metr
         )
         for spec in outputs
     )
-    report = TensorSpec((2 + metrics,), torch.float64)
-    return Boundary((streams,), (streams if returns_activations(keep) else (), streams, (report,)))
-
-
-def _bytes(message: MessageSpec) -> int:
-    return sum(spec.wire_bytes for part in message for spec in part)
+    both = numerics.wire is None or MESSAGE_FORMATS[numerics.wire].backward
+    back, report = tuple(spec if both else replace(spec, wire=None) for spec in streams), TensorSpec((2 + metrics,), torch.float64)
+    return Boundary((streams,), (back if returns_activations(keep) else (), back, (report,)))

@@ -1,6 +1,6 @@
 """Training runs: optimizers, learning rates, epochs, progress, records, checkpoints and export."""
 
-from petra.process_memory import peak_memory
+from petra.diagnostics.process_memory import peak_memory
 from petra.training.checkpoint import Checkpoints, best_of, facts_of, newest, restore
 from petra.training.learning_rate import Cosine, MultiStep, Polynomial, Schedule, peak_rate
 from petra.training.loggers import JsonLines, WandbLogger

@@ -1,4 +1,4 @@
-"""Messages between stages of one process. They are passed by reference, and rounded to the wire dtype if there is one."""
+"""Messages between stages of one process. They are passed by reference, and rounded as their format rounds them."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from petra.specs import REPORT, Message, MessageSpec, TensorSpec
 
+Views = list[list[list[Tensor]]]  # what travels for each tensor of each part of a message
 _ALIGNMENT = 64
 """Alignment of each tensor in bytes. Kernels choose their code path by alignment, and results must not depend on the transport."""
 
@@ -29,7 +30,7 @@ class _Place(NamedTuple):
         strides, step = [0] * len(spec.shape), 1
         for dimension in innermost_first:
             strides[dimension], step = step, step * spec.shape[dimension]
-        return _Place(spec.wire_dtype, spec.shape, tuple(strides), start // spec.wire_dtype.itemsize)
+        return _Place(spec.dtype, spec.shape, tuple(strides), start // spec.dtype.itemsize)
 
 
 class Packing:
@@ -46,14 +47,14 @@ class Packing:
 
     def __init__(self, spec: MessageSpec, device: torch.device, route: str) -> None:
         self.spec, self.device, self.route = spec, device, route
-        sizes = [tensor.wire_bytes for part in spec for tensor in part]
-        padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
+        packed = [piece for part in spec for tensor in part for piece in tensor.packed]
+        padded = [-(-piece.bytes // _ALIGNMENT) * _ALIGNMENT for piece in packed]
         *starts, self.bytes = accumulate(padded, initial=0)
         places = iter(starts)
-        self._places = [[_Place.of(tensor, next(places)) for tensor in part] for part in spec]
-        self._dtypes = {tensor.wire_dtype for part in spec for tensor in part}
-        self._free: list[tuple[Tensor, Message]] = []
-        self._sent: dict[int, Message] = {}
+        self._places = [[[_Place.of(piece, next(places)) for piece in tensor.packed] for tensor in part] for part in spec]
+        self._dtypes = {piece.dtype for piece in packed}
+        self._free: list[tuple[Tensor, Views]] = []
+        self._sent: dict[int, Views] = {}
 
     def buffer(self) -> Tensor:
         """Return a new, uninitialized buffer."""
@@ -71,9 +72,10 @@ class Packing:
         buffer, views = self._free.pop()
         self._sent[id(buffer)] = views
         for targets, sources, specs in zip(views, message, self.spec, strict=True):
-            for target, source, spec in zip(targets, sources, specs, strict=True):
+            for pieces, source, spec in zip(targets, sources, specs, strict=True):
                 spec.require(source, self.route)  # copy_ would broadcast or round it silently
-                target.copy_(source)
+                for target, piece in zip(pieces, spec.pack(source), strict=True):
+                    target.copy_(piece)
         return buffer
 
     def release(self, buffer: Tensor) -> None:
@@ -81,25 +83,23 @@ class Packing:
         self._free.append((buffer, self._sent.pop(id(buffer))))
 
     def unpack(self, buffer: Tensor) -> Message:
-        """Return the message in a buffer. Tensors are views of it, or copies if they travel in another dtype.
+        """Return the message in a buffer. Tensors are views of it, or copies if they travel in another format.
 
         A report is a copy: it travels on to the first stage, and a view would keep the whole message alive.
         """
-        views = self._views(buffer)
-        typed = [
-            tuple(t if spec.wire is None else t.to(spec.dtype) for t, spec in zip(part, specs, strict=True))
-            for part, specs in zip(views[:REPORT], self.spec, strict=False)
-        ]
-        return (*typed, *(tuple(t.clone() for t in part) for part in views[REPORT:]))
+        views = zip(self._views(buffer), self.spec, strict=True)
+        message = [[spec.unpack(pieces) for pieces, spec in zip(part, specs, strict=True)] for part, specs in views]
+        return (*map(tuple, message[:REPORT]), *(tuple(t.clone() for t in part) for part in message[REPORT:]))
 
-    def _views(self, buffer: Tensor) -> Message:
+    def _views(self, buffer: Tensor) -> Views:
         typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
-        return tuple(tuple(typed[p.dtype].as_strided(p.shape, p.strides, p.offset) for p in part) for part in self._places)
+        return [
+            [[typed[p.dtype].as_strided(p.shape, p.strides, p.offset) for p in places] for places in part] for part in self._places
+        ]
 
 
 def round_to_wire(message: Message, spec: MessageSpec) -> Message:
-    """Return what a receiver would get if the message travelled in the dtypes of ``spec``."""
+    """Return what a receiver would get if the message travelled in the formats of ``spec``."""
     return tuple(
-        tuple(t if s.wire is None else t.to(s.wire).to(s.dtype) for t, s in zip(part, specs, strict=True))
-        for part, specs in zip(message, spec, strict=True)
+        tuple(s.unpack(s.pack(t)) for t, s in zip(part, specs, strict=True)) for part, specs in zip(message, spec, strict=True)
     )

@@ -86,12 +86,12 @@ class Zeros:
 @pytest.mark.parametrize(
     ("method", "stages", "wire"),
     [
-        *(("petra", 3, None), ("petra", 10, None), ("petra", 10, torch.bfloat16), ("backprop", 3, None), ("pipedream", 3, None)),
-        *(("dsp", 3, None), ("1f1b", 3, torch.bfloat16), ("reconstruct_stashed", 3, None), ("gpipe", 3, None)),
+        *(("petra", 3, None), ("petra", 10, None), ("petra", 10, "bf16"), ("backprop", 3, None), ("pipedream", 3, None)),
+        *(("dsp", 3, None), ("1f1b", 3, "bf16"), ("reconstruct_stashed", 3, None), ("gpipe", 3, None)),
         ("pipedream_2bw", 3, None),
     ],
 )
-def test_peak_is_that_of_the_engine(method: str, stages: int, wire: torch.dtype | None) -> None:
+def test_peak_is_that_of_the_engine(method: str, stages: int, wire: str | None) -> None:
     """Real tensors are counted while a pipeline is built and trained in one process."""
     model, inputs = MODELS["revnet18"](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32)
     recipe = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1)

@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"numerics": {"autocast": torch.bfloat16}},
     "fp16": {"numerics": {"autocast": torch.float16}, "arguments": {"rules": UpdateRules(loss_scale="dynamic")}},
     "exact": {"numerics": {"exact_streams": True}},
-    "wire": {"numerics": {"wire": torch.bfloat16}},
+    "wire": {"numerics": {"wire": "bf16"}},
     "channels_last": {"numerics": {"channels_last": True}},
     "clip and average": {"arguments": {"rules": UpdateRules(clip=1.0, average=0.999)}},
     "clip globally": {"method": "gpipe", "arguments": {"rules": UpdateRules(clip=0.1, clip_globally=True)}},
@@ -61,7 +61,7 @@ def test_runs_in_one_process(name: str) -> None:
 PROCESSES = [
     ("petra", 2, "lockstep", {}),
     ("petra", 3, "edge", {"refetch": True}),
-    ("petra", 5, "lockstep", {"numerics": {"wire": torch.bfloat16, "channels_last": True}}),
+    ("petra", 5, "lockstep", {"numerics": {"wire": "bf16", "channels_last": True}}),
     ("backprop", 3, "lockstep", {}),
     ("reversible", 2, "edge", {}),
     ("delayed", 2, "lockstep", {}),

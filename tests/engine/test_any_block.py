@@ -303,8 +303,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         r"^learning_rate: expected None for an optimizer .* rates 0\.1, 0\.2, got a function",
     ),
     "wire": (
-        lambda: Numerics(exact_streams=True, wire=torch.bfloat16),
-        r"exact_streams: expected false with wire=torch\.bfloat16, got true",
+        lambda: Numerics(exact_streams=True, wire="bf16"),
+        r"exact_streams: expected false with wire=bf16, got true",
     ),
     "no rate": (
         lambda: chain(linear(6, 3), optimizer=OPTIMIZERS["adam"]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from petra.hooks import EVENTS, Hook
+from petra.hooks import Hook
 from tests.support.nets import RandomSource, mixed
 from tests.support.processes import run_processes
 
@@ -26,6 +26,7 @@ def _append(name: str) -> Any:
     return lambda self, *arguments: self.events.append((name, tuple(a for a in arguments if isinstance(a, int))))
 
 
+EVENTS = [name for name in vars(Hook) if not name.startswith("_")]
 for _name in EVENTS:
     setattr(EventList, _name, _append(_name))
 

@@ -20,7 +20,6 @@ from petra import (
     Pipeline,
     Weights,
 )
-from petra.method import STORABLE
 from petra.models import MODELS
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.settings import Numerics, Runtime
@@ -32,11 +31,11 @@ from tests.support.pairs import all_pairs
 def variants() -> dict[str, Method]:
     """The named methods, and all pairs of switches."""
     made = dict(METHODS)
-    for delay, keep, weights in all_pairs((0, 1, 2, (3, 0, 1, 2, 1)), STORABLE, list(Weights)):
+    for delay, keep, weights in all_pairs((0, 1, 2, (3, 0, 1, 2, 1)), (Keep.GRAPH, Keep.INPUT, Keep.NOTHING), list(Weights)):
         if (delay, weights) == (2, Weights.DOUBLE):  # seven microbatches are too few for two versions
             weights = Weights.STASHED
         made[f"d={delay} {keep} {weights}"] = Method("x", delay, keep, weights)
-    for keep in STORABLE:
+    for keep in (Keep.GRAPH, Keep.INPUT, Keep.NOTHING):
         made[f"flush {keep}"] = Method("x", 1, keep, flush=True)
         made[f"fill {keep}"] = Method("x", 0, keep, flush=True, fill=True)
     return made

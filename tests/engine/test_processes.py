@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "double": {"method": "pipedream_2bw"},
     "remedies": {"remedy": Remedy(9, 0.3, "difference", 1.5, True, 0.9)},
     "exact streams": {"numerics": Numerics(exact_streams=True)},
-    "wire": {"numerics": Numerics(wire=torch.bfloat16)},
+    "wire": {"numerics": Numerics(wire="bf16")},
     "refetch": {},
 }
 

@@ -7,14 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from petra import ModelError
+from petra import Keep, ModelError, Numerics
+from petra.cost_model.costs import count_blocks, pipeline_costs
 from petra.errors import CommunicationError
-from petra.plan.messages import Boundary
+from petra.message_formats import MESSAGE_FORMATS, MessageFormat
+from petra.plan.messages import Boundary, boundary
 from petra.plan.timetable import Op, Step
 from petra.specs import TensorSpec
 from petra.transport import Packing, connect, edge, local_boundary
 from petra.transport.lockstep import LockstepTransport
-from tests.support.nets import assert_equal
+from tests.support.nets import RandomSource, assert_equal, mixed_net
 
 CPU = torch.device("cpu")
 
@@ -58,7 +60,7 @@ def test_a_message_of_another_form_is_refused() -> None:
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_smaller_types_on_the_wire_round_alike_in_and_between_processes(channels_last: bool) -> None:
-    image = TensorSpec((2, 3, 5, 4), torch.float32, channels_last, wire=torch.bfloat16)
+    image = TensorSpec((2, 3, 5, 4), torch.float32, channels_last, wire="bf16")
     spec = ((image, image), (TensorSpec((3,), torch.float64),))
     images, report = torch.randn(2, 2, 3, 5, 4), torch.randn(3).double()
     message = ((images[0], images[1]), (report,))
@@ -71,13 +73,31 @@ def test_smaller_types_on_the_wire_round_alike_in_and_between_processes(channels
     assert_equal(received[0], tuple(images.bfloat16().float()))
     assert_equal(downstream.receive(0)[0], received[0])
     assert torch.equal(received[1][0], report)
-    assert "float32[2, 3, 5, 4] as bfloat16" in str(image)
+    assert "float32[2, 3, 5, 4] as bf16" in str(image)
+
+
+def test_a_format_is_declared_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes with one factor for each tensor, in forward messages only: boundaries, packing and cost model follow the table."""
+    to_bytes = MessageFormat(
+        "int8", lambda t: (127 * t / t.abs().max(), t.abs().max().view(1) / 127), lambda p, dtype: p[0].to(dtype) * p[1], 1, False
+    )
+    monkeypatch.setitem(MESSAGE_FORMATS, "int8", to_bytes)
+    numerics, image, x = Numerics(wire="int8"), TensorSpec((2, 3, 5, 4), torch.float32), torch.randn(2, 3, 5, 4)
+    found = boundary([image, image], Keep.NOTHING, numerics, metrics=1)
+    assert (found.forward_bytes, found.backward_bytes) == (2 * (120 + 4), 4 * 4 * 120)
+    packing, (downstream, upstream) = Packing(found.forward, CPU, "test"), local_boundary(*found)
+    downstream.send(0, ((x, -x),))
+    (received,) = packing.unpack(packing.pack(((x, -x),)))
+    assert_equal(upstream.receive(0)[0], received)
+    assert 0 < (received[0] - x).abs().max() <= x.abs().max() / 127
+    costs = pipeline_costs([[b] for b in count_blocks(mixed_net(), RandomSource().spec, numerics)], [[Keep.INPUT]] * 6)
+    assert costs[1].forward_bytes < costs[2].backward_bytes / 7  # float64
 
 
 def test_what_is_passed_on_inside_a_process_owns_its_memory() -> None:
     """Views of a message of another process would keep all of it alive until the neighbour's backward pass."""
-    boundary, transport = Boundary((), ()), SimpleNamespace(upstream=None, downstream=object())
-    ports = connect(range(2), object(), object(), [boundary, boundary], transport)  # type: ignore[arg-type]
+    empty, transport = Boundary((), ()), SimpleNamespace(upstream=None, downstream=object())
+    ports = connect(range(2), object(), object(), [empty, empty], transport)  # type: ignore[arg-type]
     received = torch.arange(8.0).view(4, 2)
     ports[1][0].send(0, ((received[0],), (received[1],), (torch.ones(2),)))
     (x,), (delta,), _ = ports[0][1].receive(0)

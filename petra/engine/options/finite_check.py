@@ -75,7 +75,7 @@ class FiniteCheck(Part):
 
     def decide(self, pending: Pending) -> None:
         """Set the flag of an update, or leave None if all values are known to be finite."""
-        norm, own = pending.clip_norm, pending.squared_norm
+        norm, own = pending.squared_clip_norm, pending.squared_norm
         if self.device.type == "cpu":
             value = norm.item()
             own_value = value if own is norm else own.item()

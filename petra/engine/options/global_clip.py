@@ -30,7 +30,7 @@ class PostponedUpdate(Update):
 
     def finish(self, squared_norm: Tensor) -> None:
         """Run the other parts, given the squared norm of the whole network's gradient."""
-        self.pending.clip_norm = squared_norm
+        self.pending.squared_clip_norm = squared_norm
         for part in self.parts[self._clip :]:
             part.run(self.pending)
 

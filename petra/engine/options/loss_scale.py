@@ -44,7 +44,7 @@ class LossScale(Part):
         self.good = scalar(0, device)
 
     def run(self, pending: Pending) -> None:
-        pending.squared_norm = pending.clip_norm = pending.squared_norm / self.scale.square()
+        pending.squared_norm = pending.squared_clip_norm = pending.squared_norm / self.scale.square()
 
     def adapt(self, overflow: Tensor, bad: Tensor) -> None:
         """Adapt a dynamic scale after an update.
@@ -101,7 +101,7 @@ class ScaledCheck(FiniteCheck):
     def decide(self, pending: Pending) -> None:
         scale = self._loss_scale.scale  # removed in one multiplication with clipping, which comes before
         pending.factor = 1 / scale if pending.factor is None else pending.factor / scale
-        norm, own, received = pending.clip_norm, pending.squared_norm, self.sum_received()
+        norm, own, received = pending.squared_clip_norm, pending.squared_norm, self.sum_received()
         self.unread.append((pending.t, torch.stack([norm, own, received, self._sent, scale])))
         others = self._sent + received if self.last else self._sent
         pending.skip = bad = not_finite(norm + others)

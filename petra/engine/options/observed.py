@@ -57,20 +57,20 @@ def observing(workers: Mapping[int, Worker], blocks: Sequence[range], hooks: Hoo
     Args:
         blocks: Indices of the blocks of each stage in the model.
     """
-    observed: list[tuple[Any, Sequence[Observed], tuple[int, ...]]] = [(transport, EXCHANGE, (max(workers, default=-1),))]
+    observed: list[tuple[Any, tuple[int, ...], Sequence[Observed]]] = [(transport, (max(workers, default=-1),), EXCHANGE)]
     for j, worker in workers.items():
-        observed += [(_innermost(worker.upstream), PORT, (j, j - 1)), (_innermost(worker.downstream), PORT, (j, j + 1))]
-        observed += [(runner, BLOCK, (j, block)) for block, runner in zip(blocks[j], worker.stage.runners, strict=True)]
-        observed.append((worker.stage, STAGE, (j,)))
-        observed += [(part, (Observed("run", *part.events, _microbatch, _microbatch),), (j,)) for part in worker.update.parts]
-    methods = [(owner, method, place) for owner, each, place in observed for method in each]
-    replaced = [entry for entry in methods if any(getattr(hooks, event) for event in (entry[1].begin, entry[1].end) if event)]
-    for owner, method, place in replaced:
-        setattr(owner, method.method, _emitting(getattr(owner, method.method), method, place, hooks))
+        observed += [(_innermost(worker.upstream), (j, j - 1), PORT), (_innermost(worker.downstream), (j, j + 1), PORT)]
+        observed += [(runner, (j, block), BLOCK) for block, runner in zip(blocks[j], worker.stage.runners, strict=True)]
+        observed.append((worker.stage, (j,), STAGE))
+        observed += [(part, (j,), (Observed("run", *part.events, _microbatch, _microbatch),)) for part in worker.update.parts]
+    methods = [(*entry, method, hooks.calls(method.begin), hooks.calls(method.end)) for *entry, each in observed for method in each]
+    replaced = [entry for entry in methods if any(entry[3:])]
+    for owner, place, method, begin, end in replaced:
+        setattr(owner, method.method, _emitting(getattr(owner, method.method), method, place, begin, end))
     try:
         yield
     finally:
-        for owner, method, _ in replaced:
+        for owner, _, method, *_ in replaced:
             delattr(owner, method.method)
 
 
@@ -80,13 +80,13 @@ def _innermost(port: Port) -> Port:
     return port
 
 
-def _emitting(call: Callable[..., Any], method: Observed, place: tuple[int, ...], hooks: Hooks) -> Callable[..., Any]:
+def _emitting(call: Any, method: Observed, place: tuple[int, ...], begin: Sequence[Any], end: Sequence[Any]) -> Any:
     def emitting(*given: Any) -> Any:
-        for begin in getattr(hooks, method.begin) if method.begin else ():
-            begin(*place, *method.given(given))
+        for emit in begin:
+            emit(*place, *method.given(given))
         result = call(*given)
-        for end in getattr(hooks, method.end) if method.end else ():
-            end(*place, *method.shown(given, result))
+        for emit in end:
+            emit(*place, *method.shown(given, result))
         return result
 
     return emitting

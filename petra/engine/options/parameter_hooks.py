@@ -12,7 +12,7 @@ from petra.engine.options.loss_scale import LossScale
 from petra.engine.update import Norm, Part, Pending, Step
 from petra.engine.worker import Worker
 from petra.errors import ModelError, require
-from petra.torch_private import Hook, late_hooks, take_hooks
+from petra.torch_private import Hook, hooks_of, take_hooks
 
 
 def call_hooks_of(worker: Worker) -> None:
@@ -72,9 +72,9 @@ class ParameterHooks(Part):
 
     @torch.no_grad()
     def _call_late(self, *_: Any) -> None:
-        self._kept = [(p, p.grad) for p in self._gradients.parameters if p.grad is not None and late_hooks(p)]
+        self._kept = [(p, p.grad) for p in self._gradients.parameters if p.grad is not None and hooks_of(p)[1]]
         for parameter, _gradient in self._kept:
-            for hook in late_hooks(parameter):
+            for hook in hooks_of(parameter)[1]:
                 hook(parameter)
 
     def _restore(self, *_: Any) -> None:

@@ -38,7 +38,7 @@ def kinds_of(worker: Worker) -> Kinds:
 def numbers_of(worker: Worker) -> dict[str, float]:
     """Return the numbers of a stage's updates by name."""
     update = worker.update
-    numbers = {"done": update.done, "t": update.microbatches_done}
+    numbers = {"done": update.done, "t": update.last_t}
     for part in update.parts:
         numbers |= part.numbers()
     return {key: float(n) for key, n in numbers.items()}
@@ -48,14 +48,14 @@ def numbers_of(worker: Worker) -> dict[str, float]:
 def load_kinds(worker: Worker, kinds: Kinds, numbers: Mapping[str, float], clock: int) -> None:
     """Restore what :func:`kinds_of` and :func:`numbers_of` returned after ``clock`` microbatches. Weights have been loaded."""
     update, worker.microbatches_done = worker.update, clock
-    update.done, update.microbatches_done = int(numbers["done"]), int(numbers["t"])
+    update.done, update.last_t = int(numbers["done"]), int(numbers["t"])
     for part in update.parts:
         part.load(numbers)
     step, scale = update[Step], update.part(LossScale)
     if step.optimizer is not None:
         _load_optimizer(step.optimizer, kinds)
-        if update.microbatches_done:
-            step.set_learning_rate(update.microbatches_done)  # weight prediction reads it before the next update
+        if update.last_t:
+            step.set_learning_rate(update.last_t)  # weight prediction reads it before the next update
     for p in worker.stage.gradients.parameters:
         assert p.grad is not None
         gradient = kinds["gradient"][p].to(p.grad)
