@@ -66,18 +66,6 @@ def test_all_gradients_are_equal_with_frozen_weights(method: Method) -> None:
         assert row["reconstruction_error"] < 1e-12
 
 
-def test_errors_of_each_stage() -> None:
-    """The last stage's gradient has no staleness, the first stage's has the most; only reconstructing stages have input errors."""
-    rows = [row for row in rows_of(PETRA, 4, lr=0.2) if row["microbatch"] == 12]
-    assert {row["stage"] for row in rows} == {1, 2, 3, 4, 5, 6}
-    by_stage = {row["stage"]: row for row in rows}
-    assert by_stage[6]["angle_stored"] < 1e-5
-    assert by_stage[6]["reconstruction_error"] == by_stage[3]["reconstruction_error"] == by_stage[1]["reconstruction_error"] == 0
-    assert by_stage[2]["reconstruction_error"] > 1e-6
-    assert by_stage[4]["angle_stored"] > 1e-4  # Two functions: the error of the second reaches the first.
-    assert by_stage[1]["cosine_end_to_end"] < 1 - 1e-6
-
-
 def test_end_to_end_gradient_is_plain_autograd() -> None:
     """With d = 0 and k = 3 the pipeline's own gradient is the end-to-end one, also while weights change."""
     rows = rows_of(Method("reversible", 0, Keep.NOTHING), 1, microbatches=7, k=3, dropout=0.0)

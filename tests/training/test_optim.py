@@ -184,13 +184,3 @@ def test_basis_rotation_is_adam_in_the_rotated_basis() -> None:
             change = change if u is None or w is None else u @ change @ w.T
             reference[i] = reference[i] * decays(reference[i]) - RATE * change
     torch.testing.assert_close(result, reference, rtol=1e-8, atol=1e-10)
-
-
-def test_sides_longer_than_the_largest_are_not_rotated() -> None:
-    """With no rotated side, the optimizer is AdamW."""
-    module, plain = Words(), Words()
-    optimizer = OPTIMIZERS["basis_rotation"](module, betas=[0.8, 0.9], eps=EPS, weight_decay=DECAY)
-    for group in optimizer.param_groups:
-        group["largest"] = 2
-    adamw = OPTIMIZERS["adamw"](plain, betas=[0.8, 0.9], eps=EPS, weight_decay=DECAY)
-    torch.testing.assert_close(stepped(module, optimizer), stepped(plain, adamw), rtol=1e-10, atol=1e-12)
