@@ -31,7 +31,8 @@ A resumed run may change keys marked *same results*: they don't change what is c
 
 Model, data set, optimizer, schedule and logger are functions or classes that `_target_` names: `model._target_=module.function`
 names one of your own, and all other keys of the group are its keyword arguments ([own model](own_model.md)). A key of an experiment
-that another target lacks is left out. [Experiments](experiments.md) configure whole runs.
+is left out if the command line names another target, which lacks it or is one of your own. [Experiments](experiments.md) configure
+whole runs.
 """
 
 

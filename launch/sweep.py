@@ -9,19 +9,30 @@ The table at the end is that of ``petra compare``.
 from __future__ import annotations
 
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from petra.errors import require
 
+from . import own_module
 from .compare import compare
-from .config.compose import hydra_errors, require_arguments
-from .run.jobs import Job, train_jobs
+from .config.compose import compose_overrides, hydra_errors, require_arguments
+from .config.schema import AUTO, Config
+from .run.folder import RunFolder, as_data, differences
+from .runtime.rank import Process
+from .runtime.reporting import CANCELLED, STOPPED
 from .runtime.terminal import command, parser_for
+
+RESUME = f"resume={AUTO}"
 
 
 @command
@@ -49,6 +60,83 @@ def main(arguments: list[str] | None = None) -> None:
     for job in failed:
         print(f"failed: {job.folder}", file=sys.stderr)
     sys.exit(1 if failed else 0)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep or of a reproduction.
+
+    Attributes:
+        overrides: All overrides of this run.
+        folder: Folder of this run.
+    """
+
+    overrides: tuple[str, ...]
+    folder: Path
+
+    @cached_property
+    def config(self) -> Config:
+        """Return the configuration.
+
+        Raises:
+            ConfigError: If an override can't be parsed or doesn't fit the schema.
+        """
+        return replace(compose_overrides([RESUME, *self.overrides]), run_dir=str(self.folder))
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the content of summary.json, or None if the run has not finished.
+
+        Raises:
+            ConfigError: If the folder has a finished run with another configuration.
+        """
+        run = RunFolder(self.folder)
+        if not (content := run.summary()):
+            return None
+        differing = sorted(differences(run.config(), as_data(self.config)).keys() - {"run_dir", "resume", "resume_change"})
+        got = f"{self.folder}, a finished run with another {', '.join(differing)}"
+        require(not differing, "--out", "a new folder", got)
+        return content
+
+    def command(self) -> list[str]:
+        """Return the overrides of launch.train, quoted for Hydra. The run resumes if its folder has a checkpoint."""
+        quoted = str(self.folder).replace("'", "\\'")
+        return [RESUME, *self.overrides, f"run_dir='{quoted}'"]
+
+    def check(self, processes: int) -> None:
+        """Check the configuration for a number of processes before any run starts.
+
+        Raises:
+            PetraError: If it cannot be run, or needs a path to its data.
+        """
+        from .run.build import set_up
+        from .run.data import load
+
+        if self.config.data.options.get("root", "") is None:
+            load(self.config.data)  # raises the error that tells where to get the files
+        set_up(self.config, Process(rank=0, world=processes, local_rank=0, local_world=processes))
+
+
+def train_jobs(unfinished: Sequence[Job], processes: int) -> list[Job]:
+    """Train jobs one after another. Return those that failed.
+
+    Exit with the status of a job that was stopped. Ctrl-C reaches the job, too: this process waits until the job has saved.
+    """
+    failed = []
+    launch = [sys.executable, "-m", own_module("launch.train"), *(["--nproc", str(processes)] if processes > 1 else [])]
+    for job in unfinished:
+        print(f"--- {job.folder.name}", flush=True)
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.SIG_IGN:  # which the job would inherit, unlike a function
+            signal.signal(signal.SIGINT, lambda number, frame: None)
+        try:
+            status = subprocess.run([*launch, *job.command()]).returncode
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if status in (STOPPED, CANCELLED):
+            sys.exit(status)
+        if status:
+            failed.append(job)
+    return failed
 
 
 def jobs(overrides: Sequence[str], out: Path) -> list[Job]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, stdev
 
-from launch.run.jobs import Job
 from launch.run.markdown import table
+from launch.sweep import Job
 from petra.analysis.plots import Panel
 from petra.errors import require
 

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from launch.config.schema import AUTO
 from launch.run.folder import RunFolder, as_data, changes_results, flat, rows_of
-from launch.run.jobs import Job, train_jobs
+from launch.sweep import Job, train_jobs
 from petra.errors import PetraError
 
 from .record import Record, read_records

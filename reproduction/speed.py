@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from launch.run.jobs import Job
 from launch.run.markdown import table
+from launch.sweep import Job
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
 from petra.cost_model.simulator import predict
 from petra.diagnostics.events import Kind

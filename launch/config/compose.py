@@ -36,8 +36,6 @@ def register() -> None:
     store.store("schema", node)
     for name in METHODS:
         store.store(name, configurations("method")[name][1], "method", "method")
-    for group in GROUPS.keys() - SECTIONS.keys():
-        store.store("default", {}, group, group)
 
 
 def command_line_configs(*, required: bool = False) -> list[Config]:

@@ -14,12 +14,13 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, PetraError, accepts, alternatives, invalid, require
 from petra.method import METHODS
 
 from . import CONF
-from .keys import Key, definition, is_shipped, signature
-from .schema import GROUPS, METHOD, RULES, SECTIONS, Config, keys
+from .keys import Key, definition, is_shipped
+from .schema import GROUPS, METHOD, SECTIONS, Config, keys
 
 
 @cache
@@ -46,8 +47,8 @@ def targets(group: str) -> tuple[str, ...]:
 def to_config(composed: DictConfig, given: Collection[str] | None = None) -> Config:
     """Convert a composed configuration to an object of the schema with all defaults, and check the value of each key.
 
-    A key that is null has its default if it can't be null. A key of an experiment that the target lacks, because the command line
-    names another target, is left out.
+    A key that is null has its default if it can't be null. A key of an experiment is left out if the command line names another
+    target, which lacks it or is one of your own.
 
     Args:
         composed: The configuration.
@@ -66,28 +67,31 @@ def to_config(composed: DictConfig, given: Collection[str] | None = None) -> Con
 
 def _group(group: str, values: Any, given: Collection[str] | None) -> Any:
     """Return an object of the schema with the values of a group."""
-    require(isinstance(values, dict), group, f"a file ({group}=FILE) or its keys ({group}.KEY=VALUE)", values)
-    kind = GROUPS[group]
+    kind, files = GROUPS[group], f"a file ({group}=FILE) or " if group in SECTIONS else ""
+    require(isinstance(values, dict), group, f"{files}its keys ({group}.KEY=VALUE)", values)
     target = values.get("_target_", kind._target_) if group in SECTIONS else ""
     known = keys(group, _existing(group, target) if target else "")
-    found = dict[str, Any]()
+    found, own = dict[str, Any](), bool(target) and not is_shipped(target)
+    replaced = given is not None and f"{group}._target_" in given and group not in given  # files have keys for another target
     for name, value in values.items():
         key = f"{group}.{name}"
-        if name in known or (target and not is_shipped(target)):
+        shared = any(name in keys(group, other) for other in targets(group))
+        if name in known or (own and not (shared and replaced and key not in (given or ()))):
             default = value is None and group in SECTIONS and name in known and not accepts(known[name].hint, None)
             found |= {} if default else {name: value}
-        elif not any(name in keys(group, other) for other in targets(group)):
+        elif not shared:
             raise unknown(key, known)
         elif value is not None and (given is None or key in given):
             raise no_parameter(key, value, target, [name for name in known if name not in keys(group)])
         elif value is not None:
-            print(f"{key}={value} of the experiment is left out, because {target} has no such parameter", flush=True)
+            print(
+                f"{key}={value} of the experiment is left out, because it is for another {group}._target_ than {target}", flush=True
+            )
     found |= {name: key.read(f"{group}.{name}", found.get(name, key.default)) for name, key in known.items()}
-    if group not in SECTIONS:
-        return kind(**found)
     held = {name: found.pop(name) for name in [*found] if name not in kind.__dataclass_fields__}
-    rules = {name: held.pop(name) for name in signature(RULES) if name in held}
-    return kind(**found, options=held, rules=rules)
+    if group == "optim":
+        found["rules"] = UpdateRules(**{name: held.pop(name) for name in UpdateRules.__dataclass_fields__})
+    return kind(**found, **({"options": held} if group in SECTIONS else {}))
 
 
 def _existing(group: str, target: Any) -> str:

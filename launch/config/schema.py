@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
+from petra.engine.update_rules import UpdateRules
 from petra.errors import Count, Share
 from petra.message_formats import MESSAGE_FORMATS
 
@@ -22,8 +23,6 @@ MEMORY = "memory"
 """Value of ``dry_run`` that also predicts memory."""
 Compiler = Literal["eager", "aot_eager", "inductor", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """Backends of ``torch.compile``, then modes of its backend inductor."""
-RULES = "petra.engine.update_rules.UpdateRules"
-"""A dataclass in petra whose parameters are keys of ``optim``, too."""
 GIVEN = {
     *("classes", "size", "module", "peak", "microbatches_per_epoch", "epochs"),
     *("path", "folder", "config", "rows", "microbatches"),
@@ -38,12 +37,10 @@ class Section:
     Attributes:
         _target_: Function or class: of petra, or your own as module.function.
         options: Values of the parameters of the target.
-        rules: Values of the parameters of :data:`RULES`.
     """
 
     _target_: str = ""
     options: dict[str, Any] = field(default_factory=dict)
-    rules: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -117,8 +114,10 @@ class OptimConfig(Section):
         lr: Peak learning rate, after warm-up.
         scaling: goyal (Goyal et al. 2017): lr is for 256 samples per update, and the learning rate is lr * batch_size * k / 256;
             none: the learning rate is lr.
+        rules: The rules; their fields are keys of this group.
     """
 
+    rules: UpdateRules
     lr: Annotated[float, ">= 0"] = 1e-3
     scaling: Literal["goyal", "none"] = "none"
 
@@ -155,8 +154,8 @@ class TrainerConfig:
         memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto; null: no limit.
         log_every: Updates between two rows of updates.jsonl: means of training loss and metrics, also sent to the logger; null:
             only numbers per epoch.
-        sample: Tokens of the text that a language model of at most 500 million parameters writes after each epoch, on the console
-            and in the records; null: none.
+        sample: Tokens of the text that a language model writes after each epoch, on the console and in the records; null: none. The
+            largest networks, which would not fit the memory of the first process, write none.
         trace: Number of microbatches to record from the start, in trace.json (Perfetto, chrome://tracing), timeline.png and
             timeline.svg; null: none.
         stage_metrics: Log for each stage the time of forwards, backwards, updates and waiting, microbatches in flight, staleness
@@ -277,8 +276,8 @@ def keys(group: str = "", target: str = "") -> dict[str, Key]:
     """
     kind = GROUPS.get(group, Config)
     found = {name: key for name, key in fields_of(kind).items() if name not in (*GROUPS, "options", "rules")}
-    parameters, rules = signature(target) if group and is_shipped(target) else {}, signature(RULES) if group == "optim" else {}
-    for name, key in {**parameters, **rules}.items():
+    parameters = signature(target) if group and is_shipped(target) else {}
+    for name, key in {**parameters, **(fields_of(UpdateRules) if group == "optim" else {})}.items():
         if name in found:
             found[name].default = key.default
         elif name not in GIVEN:

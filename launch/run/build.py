@@ -19,7 +19,6 @@ from petra.engine.metrics import Metric, correct_predictions, size_of, top5_corr
 from petra.engine.options.remedy import Remedy
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe
-from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS, ConfusionMatrix, bootstrapped_cross_entropy
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
@@ -93,7 +92,7 @@ class Setup:
         Raises:
             ConfigError: If a value is out of range.
         """
-        config, trainer, rules = self.config, self.config.trainer, UpdateRules(**self.config.optim.rules)
+        config, trainer, rules = self.config, self.config.trainer, self.config.optim.rules
         if trainer.precision == "fp16" and rules.loss_scale is None:
             rules = replace(rules, loss_scale="dynamic")
         loss = partial(F.cross_entropy, label_smoothing=trainer.label_smoothing)
@@ -202,8 +201,8 @@ def check(config: Config, process: Process) -> None:
     optimizer, rules = config.optim.options, config.optim.rules
     momentum = not optimizer.get("nesterov") or optimizer.get("momentum") != 0
     require(momentum, "optim.nesterov", "false with optim.momentum=0", True)
-    scaled = rules["loss_scale"] is None or trainer.precision == "fp16"
-    require(scaled, "optim.loss_scale", f"null with trainer.precision={trainer.precision}", rules["loss_scale"])
+    scaled = rules.loss_scale is None or trainer.precision == "fp16"
+    require(scaled, "optim.loss_scale", f"null with trainer.precision={trainer.precision}", rules.loss_scale)
 
 
 def type_of(precision: str) -> torch.dtype | None:

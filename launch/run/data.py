@@ -5,7 +5,8 @@ With replicas, the rank of each replica's first stage reads the replica's share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,10 @@ from petra.specs import TensorSpec
 
 from ..config.keys import is_shipped
 from ..config.schema import AUTO, DataConfig
-from .targets import built
+from .targets import built, imported
+
+_own: dict[tuple[Callable[..., Any], str], Dataset] = {}
+"""The data set outside the package that was loaded last, by its function and configuration: its form is read before its data."""
 
 
 def describe_inputs(config: DataConfig) -> tuple[TensorSpec, bool]:
@@ -83,11 +87,16 @@ def data_sources(
 
 def load(config: DataConfig) -> Dataset:
     """Load the data set, and check the keys that the model depends on, of which most data sets fix the values."""
-    wanted = {"classes": config.classes, "size": config.size}
+    wanted, entry = {"classes": config.classes, "size": config.size}, (imported("data._target_", config._target_), repr(config))
+    if entry in _own:
+        return _own[entry]
     dataset = built(Dataset, "data", config, **wanted)
     for key, value in wanted.items():
         fixed = getattr(dataset, key)
         require(fixed == value, f"data.{key}", f"{fixed} for {dataset.name}", value)
+    if not is_shipped(config._target_):
+        _own.clear()
+        _own[entry] = dataset
     return dataset
 
 

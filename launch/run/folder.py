@@ -34,7 +34,7 @@ def as_data(config: Config) -> dict[str, Any]:
     """Return a configuration as a file contains it."""
     found = {"format": FORMAT, **asdict(config)}
     for group in SECTIONS:
-        found[group] |= {**found[group].pop("rules"), **found[group].pop("options")}
+        found[group] |= {**found[group].pop("rules", {}), **found[group].pop("options")}
     return found
 
 

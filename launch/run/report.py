@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-from matplotlib.ticker import EngFormatter
 
 from petra.analysis.plots import Panel, curve_panels, gradient_panels, grid, svg, timeline
 from petra.analysis.timeline import read_trace
@@ -43,11 +40,9 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True).render(
         name=folder.resolve().name,
         sentence=f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete,
-        numbers=[*_numbers(rows, summary)],
-        layout=summary.get("layout", ()),
-        text_columns=("blocks", "stores"),
-        cell=_cell,
-        samples=[(row["epoch"], row["sample"]) for row in reversed(rows) if "sample" in row],
+        rows=rows,
+        summary=summary,
+        value_text=value_text,
         timeline=svg(timeline(intervals, processes=processes)) if intervals else "",
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
         **{section: [_drawn(panel, section) for panel in panels] for section, panels in _panels(run, rows, summary).items()},
@@ -89,28 +84,3 @@ def _drawn(panel: Panel, section: str) -> str:
     """Return a diagram as an SVG element."""
     lines = {name: [*points[:: -(-len(points) // MOST_POINTS) or 1]] for name, points in panel.lines.items()}
     return svg(grid([replace(panel, lines=lines)], columns=1, shaded=section in ("stages", "gradients")))
-
-
-def _numbers(rows: Sequence[Row], summary: Row) -> Iterator[tuple[str, str]]:
-    last = rows[-1]
-    for key in (key for key in last if key.startswith("test_")):
-        yield key.replace("_", " "), value_text(key.removeprefix("test_"), last[key])
-    if "test_accuracy" in last:
-        yield "best test accuracy", f"{max(row.get('test_accuracy', 0.0) for row in rows):.2%}"
-    yield from (("train loss", f"{last['train_loss']:.4f}"), ("epochs", f"{last['epoch']}"))
-    yield "microbatches", f"{last['microbatches']:,}"
-    for key, value in ({**last, **summary}).items():
-        if key.endswith(SPEED):
-            yield key.replace(SPEED, "/s"), f"{value:,.0f}"
-    if summary:
-        yield "peak memory, largest process", f"{max(summary['peak_memory_bytes']) / 1e6:,.0f} MB"
-        yield "duration", str(timedelta(seconds=round(summary["wall_seconds"])))
-
-
-def _cell(value: Any) -> str:
-    """Return a value of summary.json as text."""
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, int) and value >= 10_000_000:
-        return str(EngFormatter(places=0)(value))  # 302 M
-    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}" if isinstance(value, float) else str(value)

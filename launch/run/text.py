@@ -51,12 +51,14 @@ class TextSample:
         """Return the text as an entry of an epoch's row in the process of the first stage, and nothing in the others."""
         with self._pipeline.averaged():
             state = {f"{name}.{key}": value for name, block in gathered_blocks(self._pipeline) for key, value in block.items()}
-        if self._pipeline.rank:
-            return {}
-        network = self._pipeline.plan.model.build(self._seed)
-        network.load_state_dict(state)
-        text = generate(network.eval(), self._start, Sampling(TEMPERATURE), self._seed, self._stop)
-        return {SAMPLE: "".join(self._decode(islice(text, self._tokens)))}
+        found = dict[str, str]()
+        with raise_on_all_ranks():  # if a logit is not finite
+            if self._pipeline.rank == 0:
+                network = self._pipeline.plan.model.build(self._seed)
+                network.load_state_dict(state)
+                text = generate(network.eval(), self._start, Sampling(TEMPERATURE), self._seed, self._stop)
+                found[SAMPLE] = "".join(self._decode(islice(text, self._tokens)))
+        return found
 
 
 def vocabulary(config: Config, path: str | None, weights: Weights | None = None) -> tuple[Encode, Decode, int | None]:

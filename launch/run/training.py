@@ -155,7 +155,7 @@ class TrainingRun:
         if config.trainer.export != "none":
             suffix, facts = FORMATS[config.trainer.export], {**self._data_facts, "epochs": len(history)}
             export(self.pipeline, self.folder / f"model{suffix}", facts)
-            if config.optim.rules["average"] is not None:
+            if config.optim.rules.average is not None:
                 with self.pipeline.averaged():
                     export(self.pipeline, self.folder / f"ema{suffix}", facts)
         memory = all_gather_objects(peak_memory(self.setup.device))

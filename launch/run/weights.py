@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from petra.distributed import raise_on_all_ranks
-from petra.errors import DataError, ModelError, invalid, require
+from petra.errors import DataError, ModelError, require
 from petra.inplace_abn import ConfusionMatrix
 from petra.inplace_abn.segmentation import class_names
 from petra.pipeline import Pipeline
@@ -62,15 +62,11 @@ class Weights:
         export = max(exports, key=lambda weights: (weights.clock, weights.path.stat().st_mtime), default=None)
         hashes = {known for other in exports if (known := other.facts.get(HASH)) and export and other.clock == export.clock}
         require(len(hashes) < 2, key, "a run whose exports are equal", f"{path}, where model.* differ", DataError)
-        saved = checkpoints(path / CHECKPOINTS)
-        if export is not None and not (saved and int(saved[0].name) > export.clock):
-            return export
-        checkpoint = newest(path / CHECKPOINTS)
-        if export is not None and (checkpoint is None or Weights(checkpoint).clock <= export.clock):  # newer ones are damaged
-            return export
-        if checkpoint is None:
-            raise invalid(key, "a folder with exported weights or checkpoints", path)
-        return Weights(checkpoint)
+        newer = any(export is None or int(saved.name) > export.clock for saved in checkpoints(path / CHECKPOINTS))
+        checkpoint = newest(path / CHECKPOINTS) if newer else None
+        found = [*([export] if export else []), *([Weights(checkpoint)] if checkpoint else [])]
+        require(bool(found), key, "a folder with exported weights or checkpoints", path)
+        return max(found, key=lambda weights: weights.clock)  # the newest checkpoints may be damaged
 
     @property
     def checkpoint(self) -> Path | None:
@@ -152,7 +148,7 @@ class Weights:
             beside = self.path / AVERAGE if self.checkpoint else self.path.with_name(f"ema{self.path.suffix}")
             optim = self.facts.get("config", {}).get("optim", {})
             if optim.get("average") is not None if self.checkpoint else beside.exists() and Weights(beside).clock == self.clock:
-                lines.append(f"--weights {beside} takes their moving average")
+                lines.append(f"--weights {beside} takes their moving average, which the run evaluates")
             if (best := best_of(folder / CHECKPOINTS)) is not None and Weights(best).clock != self.clock:
                 lines.append(f"--weights {best} takes the best checkpoint")
         print("; ".join(lines), file=sys.stderr, flush=True)
@@ -169,7 +165,7 @@ def for_inference(config: Config) -> Config:
     return replace(
         config,
         dp=1,
-        optim=replace(config.optim, rules={**config.optim.rules, "average": None}),
+        optim=replace(config.optim, rules=replace(config.optim.rules, average=None)),
         trainer=replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False),
         cluster=replace(config.cluster, elastic=False),
         logger=Section(_target_="petra.training.JsonLines"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -45,11 +46,9 @@ class DataSource(Protocol):
 
     def inputs(self, m: int) -> Tensor:
         """Return the inputs of microbatch ``m``."""
-        ...
 
     def targets(self, m: int) -> Tensor:
         """Return the targets of microbatch ``m``."""
-        ...
 
 
 @runtime_checkable
@@ -61,7 +60,6 @@ class RefetchSource(DataSource, Protocol):
 
         Called for the same microbatches in the same order as :meth:`inputs`, but later.
         """
-        ...
 
 
 def require_source(data: object, microbatches: int, *, refetches: bool) -> None:
@@ -232,8 +230,9 @@ def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
     try:
         value = loss(*output, targets)
     except (IndexError, ValueError, RuntimeError) as error:
-        if "memory" in str(error):
-            raise
+        *_, (innermost, _) = walk_tb(error.__traceback__)
+        if "memory" in str(error) or not innermost.f_globals["__name__"].startswith(("torch.", "petra.")):
+            raise  # no fault of the targets, but of the loss itself
         span = f" from {targets.min()} to {targets.max()}" if targets.is_cpu and targets.numel() else ""
         forms = [str(TensorSpec(tuple(t.shape), t.dtype)) for t in (output[0], targets)]
         raise invalid("targets", f"some that fit {forms[0]}", f"{forms[1]}{span} ({first_line(error)})", ModelError) from error

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
+from math import isfinite
 
 from torch import Tensor
 from tqdm import tqdm
@@ -43,7 +43,6 @@ class Lines(Watcher):
                 total=self.microbatches,
                 desc=f"epoch {epoch}/{self.epochs}",
                 leave=False,
-                dynamic_ncols=True,
                 file=sys.stdout,
                 bar_format="{desc} {bar} {n_fmt}/{total_fmt}{postfix}",
             )
@@ -76,7 +75,9 @@ class Lines(Watcher):
         speed = f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}"
         print(f"epoch {row['epoch']}/{self.epochs}: {train}; test {test}; {speed}, {row['seconds']:.1f} s", flush=True)
         if "sample" in row:
-            print(f"  sample: {json.dumps(row['sample'], ensure_ascii=False)}", flush=True)
+            print(f"  sample: {row['sample']!r}", flush=True)
+        if not isfinite(row["test_loss"]):
+            print(f"warning: the test loss of epoch {row['epoch']} is {row['test_loss']}", file=sys.stderr, flush=True)
 
 
 def means_text(means: Mapping[str, float]) -> str:

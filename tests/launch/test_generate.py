@@ -5,8 +5,10 @@ import math
 import os
 import re
 import shutil
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from markupsafe import escape
 from launch import evaluate, generate, tokenize
 from launch.config.compose import compose_overrides
 from launch.run.folder import RunFolder
-from launch.run.text import vocabulary
-from petra.errors import PetraError
+from launch.run.text import TextSample, vocabulary
+from petra.errors import ModelError, PetraError
 from petra.models import revgpt
 from petra.training import load
 from tests.support.commands import refused, train
@@ -74,7 +76,7 @@ def test_the_sample_after_an_epoch_is_the_text_that_generate_writes(trained: Pat
     (row,) = RunFolder(trained / "run").rows()
     generate.main([f"{trained}/run", "--tokens=60"])
     assert row["sample"] + "\n" == capsys.readouterr().out
-    assert f"  sample: {json.dumps(row['sample'], ensure_ascii=False)}\n" in (trained / "output.txt").read_text()
+    assert f"  sample: {row['sample']!r}\n" in (trained / "output.txt").read_text()
     assert f'<pre class="wrapped">{escape(row["sample"])}</pre>' in (trained / "run" / "report.html").read_text()
 
 
@@ -93,6 +95,16 @@ def test_only_the_first_process_needs_the_vocabulary_for_a_sample(trained: Path,
     train(*RUN, "trainer.stages=3", f"data.root={trained}/tokens", f"run_dir={tmp_path}/one")
     (one,), (three,) = (RunFolder(tmp_path / name).rows() for name in ("one", "run"))
     assert one["sample"] == three["sample"] != ""
+
+
+def test_a_sample_that_fails_in_the_first_process_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = (ModelError, "weights: expected those of a network with finite logits, got nan")
+    monkeypatch.setattr("petra.distributed.all_gather_objects", lambda own, group: [failure, own])
+    monkeypatch.setattr("launch.run.text.gathered_blocks", lambda pipeline: ())
+    sample: Any = object.__new__(TextSample)
+    sample._pipeline = SimpleNamespace(rank=1, averaged=nullcontext)
+    with pytest.raises(PetraError, match="finite logits, got nan"):
+        sample()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 from launch import sweep
 from launch import train as training
 from launch.config.compose import compose_overrides
-from launch.run import jobs
 from launch.run.training import run
 from launch.runtime import agent
 from petra import ConfigError
@@ -39,7 +38,7 @@ def test_every_combination_is_a_job_with_a_folder_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
 def test_folders_are_quoted_for_hydra(name: str) -> None:
-    job = jobs.Job((), Path("/out") / name)
+    job = sweep.Job((), Path("/out") / name)
     assert compose_overrides(job.command()).run_dir == f"/out/{name}"
 
 
@@ -61,7 +60,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if config.seed != 13:
             run(config, ALONE)
 
-    monkeypatch.setattr(jobs.subprocess, "run", in_this_process)
+    monkeypatch.setattr(sweep.subprocess, "run", in_this_process)
     monkeypatch.setattr(agent, "run_agent", train)
     with patch.dict(os.environ):
         yield folders

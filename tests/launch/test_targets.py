@@ -71,7 +71,13 @@ def test_shipped_targets_are_those_of_the_registries() -> None:
 def test_a_key_of_an_experiment_that_another_model_lacks_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     config = compose_overrides(["experiment=petra/quick", "model=revvit"])
     assert "width" not in config.model.options
-    assert capsys.readouterr().out.startswith("model.width=0.25 of the experiment is left out, because petra.models.revvit")
+    assert capsys.readouterr().out.startswith(
+        "model.width=0.25 of the experiment is left out, because it is for another model._target_"
+    )
+    assert compose_overrides(["experiment=petra/quick", "model._target_=mine.network", "model.depth=2"]).model.options == {
+        "depth": 2
+    }
+    assert "width" in compose_overrides(["experiment=petra/quick", "model._target_=mine.network", "model.width=2"]).model.options
     with pytest.raises(ConfigError, match=r"model\.width: expected null for revvit, which has the options patch, dim, "):
         compose_overrides(["model=revvit", "model.width=0.5"])
     assert compose_overrides(["model=revvit", "model.width=null"]).model.options["patch"] == 4
@@ -144,6 +150,14 @@ def test_an_own_model_and_data_set_from_the_command_line(folder: Path, capsys: p
     evaluate(["run", "--trust"])
     assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(summary["test_accuracy"])
     assert [job.config.model.name for job in jobs([*OWN, "k=1,2"], folder)] == ["mine.network"] * 2
+
+
+def test_an_own_data_set_is_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import mine\ncalls = []\ndef rows(size):\n    calls.append(size)\n    return mine.rows(size)\n"
+    (folder / "counted.py").write_text(source)
+    setup = set_up(compose_overrides([*OWN, *SMALL, "data._target_=counted.rows"]), ALONE)
+    setup.data()
+    assert sys.modules.pop("counted").calls == [8]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import yaml
 from launch.compare import main as compare
 from launch.run import training
 from launch.run.folder import as_data, rows_of
-from launch.run.jobs import Job
+from launch.sweep import Job
 from petra.errors import DataError
 from petra.models import revnet50
 from reproduction import accuracy, memory, runs

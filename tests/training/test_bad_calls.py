@@ -62,6 +62,11 @@ FIRST = nn.Linear(2, 2)
 ROWS = len(RandomSource().inputs(0))
 
 
+def test_a_fault_in_a_loss_is_not_one_of_the_targets() -> None:
+    with pytest.raises(IndexError, match="list index out of range"):
+        run(loss=lambda y, t: [y.sum()][1])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
