@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,8 @@ class Windows:
         return self._rows(m, 0)
 
     def targets(self, m: int) -> Tensor:
-        """Return the next tokens."""
-        return self._rows(m, 1)
+        """Return the next tokens, of shape (size · WINDOW,)."""
+        return self._rows(m, 1).flatten()
 
 
 class Plain:
@@ -113,7 +114,7 @@ class Plain:
     def _loss(self, data: Windows, m: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             logits = self.network(data.inputs(m), use_cache=False).logits
-        return functional.cross_entropy(logits.float().flatten(0, 1), data.targets(m).flatten())
+        return functional.cross_entropy(logits.float().flatten(0, 1), data.targets(m))
 
     def train(self, data: Windows, microbatches: int) -> float:
         """Train on the next microbatches, and return their mean loss."""
@@ -145,7 +146,8 @@ class Staged:
         from petra.huggingface import from_pretrained
 
         blocks, size = from_pretrained(model), WINDOWS // cell.k
-        recipe = Recipe(lambda stage: torch.optim.AdamW(stage.parameters(), weight_decay=0.0), rate)
+        optimizer = partial(torch.optim.AdamW, weight_decay=0.0)
+        recipe = Recipe(lambda stage: optimizer(stage.parameters()), lambda done: rate(done * CELLS[0].k // cell.k))
         self.pipeline = Pipeline(
             blocks,
             TensorSpec((size, WINDOW), torch.int64),
@@ -182,7 +184,7 @@ def train(cell: Cell, rate: float, updates: int, seed: int, tokens: Tensor, mode
     size, ends = WINDOWS // cell.k, [len(tokens) * share // 10 for share in (0, 8, 9, 10)]
     part, val, test = (tokens[start:end] for start, end in pairwise(ends))
     data, held_out = Windows(part, size, seed), Windows(val, size, count=VALIDATION)
-    schedule = Polynomial(rate, updates * cell.k, 1, WARMUP, power=1.0)
+    schedule = Polynomial(rate, updates * CELLS[0].k, 1, WARMUP, power=1.0)  # the same rate in update u for every k
     network = Plain(model, schedule, cell.k) if cell.method == "plain" else Staged(model, schedule, cell)
     begun, curve, losses = time.time(), [(0, network.evaluate(held_out, VALIDATION // size))], []
     for part_of_run in range(1, EVALUATIONS + 1):
