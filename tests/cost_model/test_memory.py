@@ -98,6 +98,6 @@ def test_peak_is_that_of_the_engine(method: str, stages: int, wire: str | None) 
     k = 6 if method == "pipedream_2bw" else 2
     with LiveBytes() as live:
         pipeline = Pipeline(model, inputs, recipe, method=method, k=k, stages=stages, numerics=Numerics(wire=wire))
-        pipeline.train(Zeros(), 2 * max(pipeline.plan.delays) + 8)
+        pipeline.train(Zeros(), 2 * max(pipeline.plan.delays) + 4 * k)
     (found,) = predict_memory(pipeline.plan, recipe, TensorSpec((8,), torch.int64))
     assert live.most <= found.tensors <= 1.09 * live.most
