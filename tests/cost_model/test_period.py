@@ -127,6 +127,13 @@ def test_chosen_delays_keep_the_throughput_and_none_can_be_lowered(seed: int) ->
         assert delay == 0 or period([*found[:boundary], delay - 1, *found[boundary + 1 :]]) > limit
 
 
+def test_delays_of_many_stages() -> None:
+    """Slow messages make cycles over many boundaries critical. Beyond a number of stages, all boundaries get the same delay."""
+    costs, link = [StageCost(1, 3)] * 60, Link(latency=0.024)
+    assert set(choose_delays(costs, METHODS["petra"], 1, link=link)) == {1, 2}
+    assert set(choose_delays(costs + costs, METHODS["petra"], 1, link=link)) == {2}
+
+
 @pytest.mark.processes
 def test_all_processes_get_the_same_link(tmp_path: Path) -> None:
     first, *others = run_processes(3, measured_link, tmp_path)
