@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.pipeline_peers import Batches, Peer, Run, Setting, checkpointed, deepspeed, petra, torch_schedule, torchgpipe
+from benchmarks.pipeline_peers import checkpointed, deepspeed, torchgpipe
 from benchmarks.report import benchmark_parser, in_processes, installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
+from launch.bench.contestants import Batches, Peer, Run, Setting, petra, torch_schedule
 from petra import METHODS, Keep, Method, Numerics
 from petra.cost_model.costs import StageCost, pipeline_costs, profile_blocks
 from petra.cost_model.machines import Link, measure_link
@@ -87,7 +88,7 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, dict[str, list[float]]] = {}
     missing: list[str] = []
     for k in options.k:
-        setting = Setting(model, inputs, tuple(stages), k, rank, options.threads)
+        setting = Setting(model, inputs, tuple(stages), k, rank, sgd, threads=options.threads)
         batches = Batches(inputs, k)
         runs, missing = installed({name: partial(make, setting, batches) for name, make in CONTESTANTS.items()})
         before, after = plain_update(setting, batches)

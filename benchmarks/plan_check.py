@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
-from benchmarks.two_stages import Noise, period, sgd
+from benchmarks.two_stages import Noise, sgd
+from launch.bench.contestants import period
 from launch.plan import Row, predict_method
 from petra import METHODS, Keep, Method, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.costs import BlockCost, profile_blocks

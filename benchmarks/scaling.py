@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from benchmarks.report import alternate, benchmark_parser, in_processes, machine, peak_mib, save, spread, table
-from benchmarks.two_stages import Noise, build, period, sgd
+from benchmarks.two_stages import Noise, build, sgd
+from launch.bench.contestants import period
 from petra import METHODS, Keep, Method, Pipeline, Recipe
 from petra.diagnostics.activation_memory import measured
 from petra.settings import Numerics

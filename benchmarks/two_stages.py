@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch
+from launch.bench.contestants import period
 from petra import BlockSpec, Keep, Method, Model, Pipeline, Recipe, TensorSpec
 from petra.diagnostics.process_memory import keep_freed_memory
 from petra.reversible import Coupling
@@ -121,15 +122,6 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, list[float]]:
 def sgd(module: nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer of all contestants."""
     return torch.optim.SGD(module.parameters(), lr=1e-3, momentum=0.9, nesterov=True, fused=True)
-
-
-def period(pipeline: Pipeline, data: Noise, microbatches: int) -> float:
-    """Return the seconds per microbatch over whole updates, as long as the first stage still runs forwards."""
-    times: list[float] = []
-    pipeline.train(data, microbatches, on_microbatch=lambda _: times.append(time.perf_counter()))
-    steady = times[: microbatches - pipeline.plan.delays[0]]
-    whole = (len(steady) - 1) // pipeline.plan.k * pipeline.plan.k
-    return (steady[whole] - steady[0]) / whole if steady else 0.0
 
 
 def compute(pipeline: Pipeline, data: Noise, rank: int, microbatches: int) -> float:

@@ -12,10 +12,10 @@ from petra.analysis.timeline import read_trace
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
 
+from ..templates import page_template
 from .folder import CONFIG, RunFolder
 
 REPORT = "report.html"
-TEMPLATE = Path(__file__).parents[1] / "templates" / REPORT
 SPEED = "_per_second"
 MOST_POINTS = 400
 """Points of a line in a diagram. Of longer lines, every n-th point is drawn."""
@@ -31,13 +31,11 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     Raises:
         PetraError: If the folder is not a run's, the run has not finished an epoch, or a file is damaged or can't be written.
     """
-    from jinja2 import Template
-
     run, trace, config = RunFolder(folder), folder / "trace.json", folder / CONFIG
     rows, summary = run.rows(), run.summary() if summary is None else summary
     intervals, processes = read_trace(trace) if trace.exists() else ((), ())
     incomplete = "This run is not complete; the page shows what it has recorded so far."
-    page = Template(TEMPLATE.read_text(encoding="utf-8"), autoescape=True, trim_blocks=True).render(
+    page = page_template(REPORT).render(
         name=folder.resolve().name,
         sentence=f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete,
         rows=rows,

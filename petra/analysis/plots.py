@@ -44,6 +44,7 @@ class Panel:
     """One diagram of a figure.
 
     Attributes:
+        xlabel: Quantity of the x axis. Without one, the axis has no numbers.
         lines: Points (x, y) of each line by name.
         scale: Scale of the y axis; ``symlog`` is linear below 1e-6.
         powers: Use a logarithmic x axis with ticks at powers of two.
@@ -205,6 +206,8 @@ def _draw(axes: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     elif panel.xlabel in ("epoch", "microbatch", "stage", "process"):
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    elif not panel.xlabel:
+        axes.set_xticks([])
     axes.set_xlabel(panel.xlabel)
     axes.set_title(panel.ylabel, loc="left", fontsize=10)
     axes.grid(alpha=0.3)

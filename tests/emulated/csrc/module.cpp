@@ -45,6 +45,7 @@ void bind_device(py::module& m) {
   m.def("current_stream", [](int device) { return current_stream(device).id; });
   m.def("set_stream", [](int64_t id, int device) { exchange_stream(device, id); });
   m.def("default_generator", [](int device) { return default_generator(device); });
+  m.def("launches", &launches);
   m.def("shut_down", &shut_down);
   m.def("empty_cache", &empty_cache, release_gil());
   m.def("synchronize", [](int device) { synchronize_device(device, "synchronize"); }, release_gil());

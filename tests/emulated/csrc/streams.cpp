@@ -195,6 +195,8 @@ void synchronize_device(int device, const std::string& reason) {
   check_failure();
 }
 
+int64_t launches() { return state().launches; }
+
 void count_launch(int device, const std::string& kernel) {
   auto number = ++state().launches;
   auto& options = settings();

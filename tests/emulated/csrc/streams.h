@@ -94,6 +94,8 @@ void synchronize_device(int device, const std::string& reason);
 
 // Count a launch: faults happen here, and with lazy loading the first launch of a kernel waits for the device.
 void count_launch(int device, const std::string& kernel);
+// Number of launches of this process so far.
+int64_t launches();
 
 // The first error of a job. Like an error of a CUDA kernel, it is raised by later calls of the host, and the device stays unusable.
 void fail(const std::string& error);
