@@ -24,7 +24,7 @@ test: lint
 check: lint
 	$(TESTS) -m "not processes" tests/test_structure.py tests/engine tests/plan tests/reversible tests/transport
 
-# soak, kills, fuzz, two hosts, the whole emulated matrix: hours. `python -m stress --only NAME` runs parts
+# soak, kills, fuzz, two hosts, Slurm, the whole emulated matrix: hours. `python -m stress --only NAME` runs parts
 stress: $(VENV)/installed
 	$(BIN)/python -m stress
 

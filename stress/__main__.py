@@ -1,7 +1,7 @@
 """Run the long tests one after the other: ``python -m stress [--only NAME ...] [--golden COMMIT]``, or ``make stress``.
 
 Prints a line for each with its minutes and how it ended, and the output of those that fail. Exits with status 1 if one failed.
-The test of two hosts is skipped where root or iproute2 is missing.
+Programs that need root, iproute2 or Slurm are skipped where these are missing.
 """
 
 from __future__ import annotations
@@ -26,14 +26,26 @@ PROGRAMS = {
     "configurations": "-m pytest -q --hypothesis-profile=long --timeout 0 tests/launch/test_fuzz_configs.py",
     "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_imagenet.py",
     "hosts": "-m stress.two_hosts",
+    "slurm": "-m stress.slurm",
 }
 """Arguments of Python by name of the test."""
 
 
+def obstacle(name: str) -> str | None:
+    """Return why a program can't run here, or None."""
+    if name == "hosts" and (os.geteuid() != 0 or shutil.which("ip") is None):
+        return "needs root and iproute2"
+    if name == "slurm":
+        from stress.slurm import missing
+
+        return missing()
+    return None
+
+
 def run(name: str, arguments: str) -> bool:
     """Run a program, print how it ended, and return whether it succeeded or was skipped."""
-    if name == "hosts" and (os.geteuid() != 0 or shutil.which("ip") is None):
-        print(f"{name}: skipped, needs root and iproute2", flush=True)
+    if (missing := obstacle(name)) is not None:
+        print(f"{name}: skipped, {missing}", flush=True)
         return True
     begun, pipes = time.monotonic(), {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     words = [sys.executable, *arguments.split()]

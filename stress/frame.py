@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ from torch import Tensor
 from petra.training.checkpoint import checkpoints, verify
 from tests.structure import ROOT
 
-RUN = (
-    *("data=synthetic", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu", "run_dir=run"),
-    *("resume=auto", "data.images=32", "trainer.epochs=2", "checkpoint.every=3", "trainer.export=pt", "trainer.timeout=60"),
+SMALL = (
+    *("data=synthetic", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),
+    *("run_dir=run", "resume=auto"),
 )
+RUN = (*SMALL, "data.images=32", "trainer.epochs=2", "checkpoint.every=3", "trainer.export=pt", "trainer.timeout=60")
 """Run with two epochs of eight microbatches, which is not a multiple of the checkpoint interval."""
 PATIENCE = 400
 """Seconds that any step may take."""
@@ -58,6 +60,13 @@ def until(
 def saved(run: Path, count: int = 2) -> bool:
     """Return whether a run has written a number of checkpoints."""
     return len(list(run.glob("checkpoints/0*[0-9]"))) >= count
+
+
+def resumed_at(log: str) -> str:
+    """Return the microbatch after which a run resumed first."""
+    found = re.search(r"resuming from \S+, after microbatch (\d+)", log)
+    assert found is not None, log
+    return found[1]
 
 
 def assert_undamaged(run: Path, expected: dict[str, Any]) -> None:

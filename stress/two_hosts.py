@@ -13,20 +13,17 @@ the first.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from stress.frame import PATIENCE, RUN, assert_same, assert_undamaged, environment, parser_of, results, saved, until
+from stress.network import network, processes, run
 
-BRIDGE = "petra-hosts"
 ADDRESSES = {"petra-a": "10.98.0.1", "petra-b": "10.98.0.2"}
 HOSTS = tuple(ADDRESSES)
 END_SECONDS = 15
@@ -41,49 +38,6 @@ INTERRUPTIONS = {
 }
 """Commands that interrupt and restore the link, on the second host; None: the second host's agent is killed."""
 Agents = list[subprocess.Popen[str]]
-
-
-@contextmanager
-def network() -> Iterator[None]:
-    """Create hosts that find each other by their names. Remove them, with all their processes, at the end."""
-    remove_network()  # of a test that was killed
-    try:
-        names = "127.0.0.1 localhost\n" + "".join(f"{address} {host}\n" for host, address in ADDRESSES.items())
-        run(f"ip link add {BRIDGE} type bridge")
-        run(f"ip link set {BRIDGE} up")
-        for host, address in ADDRESSES.items():
-            place = Path("/etc/netns", host)  # `ip netns exec` mounts this folder's files over those of /etc
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "hosts").write_text(names)
-            run(f"ip netns add {host}")
-            run(f"ip link add {host} type veth peer name eth0 netns {host}")
-            run(f"ip link set {host} master {BRIDGE} up")
-            run(f"ip -n {host} address add {address}/24 dev eth0")
-            for link in ("lo", "eth0"):
-                run(f"ip -n {host} link set {link} up")
-        yield
-    finally:
-        remove_network()
-
-
-def remove_network() -> None:
-    for host in HOSTS:
-        for pid in processes(host):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        subprocess.run(["ip", "netns", "delete", host], stderr=subprocess.DEVNULL)
-        shutil.rmtree(Path("/etc/netns", host), ignore_errors=True)
-    subprocess.run(["ip", "link", "delete", BRIDGE], stderr=subprocess.DEVNULL)
-
-
-def run(line: str, host: str | None = None) -> None:
-    """Run a command, in a host's namespace if one is given."""
-    subprocess.run([*(["ip", "netns", "exec", host] if host else []), *line.split()], check=True)
-
-
-def processes(host: str) -> list[int]:
-    """Return the processes of a host."""
-    return [int(pid) for pid in subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout.split()]
 
 
 def start(folder: Path, timeout: int, name: str = "") -> Agents:
@@ -167,7 +121,7 @@ def interrupt(folder: Path, how: str, timeout: int, expected: dict[str, Any]) ->
 
 def refuse_second_job(folder: Path, expected: dict[str, Any]) -> None:
     """Start a second job with the folder of a running one."""
-    first = started(folder, 600)  # longer than the second job takes to start on a busy machine
+    first = started(folder, 60)
     paused = all_processes()  # it would end while the second one starts
     for pid in paused:
         os.kill(pid, signal.SIGSTOP)
@@ -189,7 +143,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--timeout", type=int, default=10, help="trainer.timeout in seconds")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, network():
+    with tempfile.TemporaryDirectory() as name, network("petra-hosts", ADDRESSES):
         folder = Path(name)
         assert [agent.wait(PATIENCE) for agent in start(folder / "uninterrupted", 60)] == [0, 0]
         expected = results(folder / "uninterrupted" / "run")
