@@ -80,6 +80,8 @@ def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known
     stages = _count_stages(plan, recipe, targets, {} if known is None else known, remote)
     ends, forward, backward, update = (_column(stages, name) for name in ("ends", "forward", "backward", "update"))
     backward += _drain(plan, stages)
+    double = [own.weights is Weights.DOUBLE for own in plan.stages]
+    update = np.maximum(update, double * _column(stages, "gradients"))  # the new version exists before the last one is freed
     peaks, most, at_most = np.zeros(len(stages), np.int64), np.zeros(len(processes), np.int64), np.zeros(len(stages), np.int64)
     for round_, state in _states(plan, stages, owner, remote):
         f, b = round_.stages[round_.forward], round_.stages[~round_.forward]
@@ -118,6 +120,7 @@ def _count_stages(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known,
             plan.numerics,
             recipe=recipe,
             targets=targets if stage is stages[-1] else None,
+            run=plan,
             before=stages[j - 1] if j and not sides[j] and plan.numerics.wire is None else None,  # rounding makes copies
             returns_input=j > 0 and returns_activations(stages[j - 1].keeps[-1]),
             remote=(sides[j], sides[j + 1]),
@@ -145,11 +148,12 @@ def _states(
     """Yield each round with the bytes of each stage that exist while it runs, besides its temporary and its fixed memory."""
     copied = np.array([stage.weights is not Weights.CURRENT for stage in plan.stages])
     casts, stored, version, graph = (_column(stages, name) for name in ("casts", "stored", "gradients", "graph_gradients"))
-    version, graph = copied * version, copied * graph
+    double = np.array([stage.weights is Weights.DOUBLE for stage in plan.stages])
+    # Graphs of double weights refer to the one version that exists anyway.
+    version, graph, casts = copied * version, copied * ~double * graph, ~double * casts
     held = [(_held(b.forward, r), _held(b.backward[:-1], r)) for b, r in zip(plan.boundaries, remote.tolist(), strict=True)]
     down, up = np.array(held, np.int64).reshape(-1, 2).T
     k, flush = plan.k, plan.flush_every
-    double = np.array([stage.weights is Weights.DOUBLE for stage in plan.stages])
     delays = np.array(plan.delays) * (flush is None)  # otherwise no update separates forward and backward
     rounds = PeriodicRounds(Timetable(plan.delays, plan.boundary_delays, 0, UNLIMITED, flush), flush or 1, lambda round_: round_)
     forwards, backwards = np.zeros(len(stages), np.int64), np.zeros(len(stages), np.int64)  # microbatches done

@@ -20,6 +20,7 @@ from petra.engine.worker import Worker
 from petra.errors import invalid
 from petra.method import Keep, Weights
 from petra.model import Model
+from petra.plan import Plan
 from petra.plan.messages import boundary
 from petra.plan.plan import StagePlan
 from petra.settings import Numerics
@@ -67,6 +68,7 @@ def count_stage(
     numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
     *,
     recipe: Recipe | None = None,
+    run: Plan | None = None,
     targets: TensorSpec | None = None,
     before: StagePlan | None = None,
     returns_input: bool = False,
@@ -76,7 +78,7 @@ def count_stage(
     """Count the memory of a stage. Equal stages are counted once. Needs neither a GPU nor the memory that it counts.
 
     Args:
-        recipe: Training settings; None if neither the optimizer nor the loss counts.
+        recipe, run: Training settings, and the plan that remedies read; None if neither the optimizer nor the loss counts.
         targets: Shape and type of a microbatch's targets if the stage is the last one.
         before: The stage before it if that is in the same process.
         returns_input: As for :class:`petra.engine.stage.Stage`.
@@ -89,7 +91,7 @@ def count_stage(
     known, parts = {} if known is None else known, [stage] if before is None else [before, stage]
     kinds = [tuple(model.blocks[b].kind for b in part.blocks) for part in parts]
     forms = [(part.blocks.start == 0, part.inputs, part.keeps, part.weights) for part in parts]
-    key = (*zip(kinds, forms, strict=True), returns_input, remote, targets, recipe is None)
+    key = (*zip(kinds, forms, strict=True), returns_input, remote, targets, recipe and bool(recipe.remedies) * stage.staleness)
     if key not in known:
         with torch.device("meta"):
             modules = [[model.blocks[b].build().train() for b in part.blocks] for part in parts]
@@ -116,11 +118,13 @@ def count_stage(
             if recipe is not None and targets is not None:
                 after = LossPort(CPU, recipe.losses, recipe.metrics)
                 after.start(SimpleNamespace(targets=lambda m: _empty(targets)), 0, 0)
-            known[key] = _count(stages[-1], stage, receive, after, recipe, live)
+            known[key] = _count(stages[-1], stage, receive, after, recipe, run, live)
     return known[key]  # type: ignore[no-any-return]
 
 
-def _count(stage: Stage, plan: StagePlan, receive: Receive, after: Any, recipe: Recipe | None, live: LiveBytes) -> StageMemory:
+def _count(
+    stage: Stage, plan: StagePlan, receive: Receive, after: Any, recipe: Recipe | None, run: Plan | None, live: LiveBytes
+) -> StageMemory:
     """Count passes that come after others: the first ones make copies of the weights."""
     before: Any = SimpleNamespace(receive=receive, send=lambda m, message: None)
     worker = Worker(0, stage, before, after, lambda t: None)  # type: ignore[arg-type]
@@ -153,14 +157,18 @@ def _count(stage: Stage, plan: StagePlan, receive: Receive, after: Any, recipe: 
     graphs = sum(size for size, keep in zip(gradients, plan.keeps, strict=True) if keep is Keep.GRAPH)
     states = update = 0
     if recipe is not None and stage.gradients.parameters:
-        states, update = _count_update(recipe.optimizer(stage.module), live)
+        states, update = _count_update(stage, plan, recipe, run, live)
         states += sum(gradients) * (recipe.rules.average is not None)
     weights = sum(rounded(t.nbytes) for t in (*stage.module.parameters(), *stage.module.buffers()))
     return StageMemory(weights, sum(gradients), graphs, states, casts, stored, ends - stored, forward, backward, update)
 
 
-def _count_update(optimizer: torch.optim.Optimizer, live: LiveBytes) -> tuple[int, int]:
-    """Return the bytes of the optimizer's states, and the most that its second step adds for a moment."""
+def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | None, live: LiveBytes) -> tuple[int, int]:
+    """Return the bytes of the optimizer's states and of what remedies store, and the most that a second step adds for a moment."""
+    begin, optimizer = live.now, recipe.optimizer(stage.module)
+    if run is not None:
+        for remedy in recipe.remedies:
+            remedy.parts(stage, optimizer, run, plan.index)  # hooks of the optimizer refer to them
     try:
         optimizer.step()
     except Exception as error:
@@ -168,10 +176,9 @@ def _count_update(optimizer: torch.optim.Optimizer, live: LiveBytes) -> tuple[in
             raise
         expected = "an optimizer that reads no values of tensors, to predict memory"
         raise invalid("optim", expected, type(optimizer).__name__) from error
-    tensors = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     before = live.most = live.now
     optimizer.step()
-    return sum(rounded(t.nbytes) for t in tensors), live.most - before
+    return before - begin, live.most - before
 
 
 def _receiver(spec: MessageSpec, remote: bool) -> Receive:

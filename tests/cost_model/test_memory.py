@@ -13,6 +13,7 @@ from petra.diagnostics.activation_memory import BLOCK, rounded
 from petra.engine.recipe import Recipe
 from petra.models import MODELS
 from petra.plan import make_plan
+from petra.staleness.combine import remedies
 from petra.training import OPTIMIZERS
 from tests.support.nets import mixed_net
 
@@ -83,6 +84,18 @@ class Zeros:
         return torch.zeros(8, dtype=torch.int64)
 
 
+def peaks(method: str, stages: int, *, model: str = "revnet18", wire: str | None = None, **values: float | str) -> tuple[int, int]:
+    """Return the most bytes of real tensors while a pipeline is built and trained in one process, and the prediction."""
+    net, inputs = MODELS[model](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32)
+    recipe = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1, remedies=remedies(**values))  # type: ignore[arg-type]
+    k = 6 if method == "pipedream_2bw" else 2
+    with LiveBytes() as live:
+        pipeline = Pipeline(net, inputs, recipe, method=method, k=k, stages=stages, numerics=Numerics(wire=wire))
+        pipeline.train(Zeros(), 2 * max(pipeline.plan.delays) + 4 * k)
+    (found,) = predict_memory(pipeline.plan, recipe, TensorSpec((8,), torch.int64))
+    return live.most, found.tensors
+
+
 @pytest.mark.parametrize(
     ("method", "stages", "wire"),
     [
@@ -92,12 +105,14 @@ class Zeros:
     ],
 )
 def test_peak_is_that_of_the_engine(method: str, stages: int, wire: str | None) -> None:
-    """Real tensors are counted while a pipeline is built and trained in one process."""
-    model, inputs = MODELS["revnet18"](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32)
-    recipe = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1)
-    k = 6 if method == "pipedream_2bw" else 2
-    with LiveBytes() as live:
-        pipeline = Pipeline(model, inputs, recipe, method=method, k=k, stages=stages, numerics=Numerics(wire=wire))
-        pipeline.train(Zeros(), 2 * max(pipeline.plan.delays) + 4 * k)
-    (found,) = predict_memory(pipeline.plan, recipe, TensorSpec((8,), torch.int64))
-    assert live.most <= found.tensors <= 1.09 * live.most
+    measured, predicted = peaks(method, stages, wire=wire)
+    assert measured <= predicted <= 1.09 * measured
+
+
+def test_what_remedies_and_double_weights_store_counts() -> None:
+    plain = peaks("petra", 3)
+    for values in ({"correction": 0.3}, {"feedback": 1.0}, {"prediction": "velocity"}, {"prediction": "difference"}):
+        measured, predicted = peaks("petra", 3, **values)  # type: ignore[arg-type]
+        assert measured - plain[0] == predicted - plain[1] > 0
+    measured, predicted = peaks("pipedream_2bw", 3, model="resnet18")
+    assert measured <= predicted <= 1.05 * measured
