@@ -121,7 +121,7 @@ def interrupt(folder: Path, how: str, timeout: int, expected: dict[str, Any]) ->
 
 def refuse_second_job(folder: Path, expected: dict[str, Any]) -> None:
     """Start a second job with the folder of a running one."""
-    first = started(folder, 60)
+    first = started(folder, 600)  # longer than the second job takes to start on a busy machine
     paused = all_processes()  # it would end while the second one starts
     for pid in paused:
         os.kill(pid, signal.SIGSTOP)
