@@ -39,7 +39,7 @@ ROOMS = {
     ("petra/models",): Budget(1_840, 1_840),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
-    ("petra/huggingface",): Budget(530, 860),
+    ("petra/huggingface",): Budget(1_260, 1_260),
     ("petra/diagnostics",): Budget(840, 840),
     ("petra/cost_model",): Budget(1_520, 1_520),
     ("petra/analysis",): Budget(400, 400),
@@ -51,12 +51,12 @@ ROOMS = {
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_785, 2_785),
-    ("examples",): Budget(600, 600),
-    ("tests", "stress"): Budget(17_670, 15_470),
+    ("examples",): Budget(670, 670),
+    ("tests", "stress"): Budget(17_200, 15_000),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(25_570, 25_203)
+BOTH = Budget(26_170, 25_603)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
