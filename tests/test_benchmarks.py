@@ -15,7 +15,6 @@ from benchmarks.staleness import __main__ as command
 from benchmarks.staleness import cells, figures, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
 from petra import Recipe, TensorSpec, make_plan
-from petra.data import load_dataset
 from tests.data.test_tokens import write_llmc
 
 
@@ -98,16 +97,6 @@ def test_records_of_a_cell(tokens: Path, tmp_path: Path) -> None:
     assert not any("test" in record["loss"] for record in records if record not in final)
     assert len(final[0]["curve"]) == 4
     assert final[0]["bits_per_byte"]["val"] == pytest.approx(final[0]["loss"]["val"] / np.log(2) / 2)
-
-
-def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
-    data = load_dataset("tokens", root=tokens, size=4, classes=8)
-
-    def windows(k: int) -> torch.Tensor:
-        source = train.TrainSource(data, WINDOWS // k, seed=1)
-        return torch.cat([source.inputs(m) for m in range(2 * k)])
-
-    assert all(torch.equal(windows(4), windows(k)) for k in (8, 16, 32))
 
 
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import ast
 import re
 import tomllib
 from collections import defaultdict
-from dataclasses import make_dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -80,13 +79,6 @@ def test_the_core_keeps_its_budget() -> None:
 @pytest.mark.parametrize("name", budgets.PARAMETERS)
 def test_constructors_take_few_parameters(name: str) -> None:
     assert budgets.parameters(name) <= budgets.PARAMETERS[name].limit
-
-
-def test_the_fields_of_an_object_that_is_only_passed_on_count_as_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = make_dataclass("Everything", ["a", "b", "c"])
-    monkeypatch.setattr(budgets, "build", lambda everything, k: None, raising=False)
-    budgets.build.__annotations__.update(everything=everything | None, k=int)  # type: ignore[attr-defined]
-    assert budgets.parameters("tests.budgets:build") == 4
 
 
 def test_lines_are_not_packed() -> None:

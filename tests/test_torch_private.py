@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from launch.run.training import prepare_process
-from petra import torch_private
 from petra.diagnostics.process_memory import keep_freed_memory
 from tests.structure import ROOT, modules
 from tests.support.commands import planned
@@ -25,15 +24,6 @@ PRIVATE = re.compile(
 def test_only_one_file_uses_private_names_of_torch() -> None:
     found = {name: PRIVATE.findall(path.read_text(encoding="utf-8")) for name, path in modules(ROOT).items()}
     assert {name for name, uses in found.items() if uses} == {"petra.torch_private"}
-
-
-def test_versions_grow_with_writes() -> None:
-    x = torch.zeros(2)
-    before = torch_private.version(x)
-    x += 1
-    assert torch_private.version(x) != before
-    with torch.inference_mode():
-        assert torch_private.version(torch.zeros(2)) is None
 
 
 FAULTS = """

@@ -127,19 +127,6 @@ def test_damaged_files(name: str, content: bytes | None, message: str, folder: P
     refused(message, folder)
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"train": {"tokens": 10**9, "bytes": 130}}, r"\*train\*\.bin: expected 1000000000 tokens, as in corpus\.json, got 65"),
-        *(({"val": {"tokens": 12, "bytes": b}}, rf"val\.bytes: expected an integer > 0, got {b}") for b in (0, np.nan, np.inf)),
-        ({"train": None}, r"corpus\.json, train\.tokens: expected an integer > 0, got None"),
-    ],
-)
-def test_counts_of_the_corpus_are_those_of_its_files(parts: dict[str, object], message: str, folder: Path) -> None:
-    write_corpus(folder, **parts)
-    refused(message, folder)
-
-
 def test_files_of_a_part_are_told_by_their_names(arrays: list[np.ndarray], folder: Path) -> None:
     for name, parts in (("val_train", '"train" or "val"'), ("val_test", '"val" or "test"')):
         write_llmc(folder / f"{name}.bin", arrays[0])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import ConfigError, ModelError, TensorSpec
+from petra import ModelError, TensorSpec
 from petra.inplace_abn import deeplabv3
 from petra.inplace_abn.losses import bootstrapped_cross_entropy
 from petra.models import MODELS
@@ -161,15 +161,3 @@ def test_loss_equals_a_loop() -> None:
         assert trained.tolist() == [math.ceil(fraction * n) for n in counted.tolist()]
     found = bootstrapped_cross_entropy(output, targets, fraction=1.0, label_smoothing=0.1)
     assert torch.allclose(found, F.cross_entropy(output, targets, label_smoothing=0.1), rtol=1e-12)
-
-
-def test_parts_of_a_batch_weighted_by_their_pixels_give_the_loss_of_the_batch() -> None:
-    """So the loss of replicas, weighted by their counted targets, is that of the joint batch."""
-    output, targets = example(3)
-    parts = [bootstrapped_cross_entropy(output[i : i + 1], targets[i : i + 1], fraction=0.25) for i in (0, 1)]
-    weights = [(targets[i] != IGNORED).sum() for i in (0, 1)]
-    joint = bootstrapped_cross_entropy(output, targets, fraction=0.25)
-    assert torch.allclose(joint, (parts[0] * weights[0] + parts[1] * weights[1]) / sum(weights), rtol=1e-12)
-    for fraction in (0.0, 1.1):
-        with pytest.raises(ConfigError, match="fraction: expected a number > 0 and <= 1"):
-            bootstrapped_cross_entropy(output, targets, fraction=fraction)

@@ -8,20 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch.nn import functional as F
 
-from launch.config.compose import compose_overrides
 from launch.config.read import configurations
 from launch.evaluate import main as evaluate
 from launch.run.costs import stage_facts, stage_map
-from launch.run.folder import as_data
 from petra import DataError, Keep, Method, Pipeline, Weights
 from petra.engine.endpoints import Losses
 from petra.settings import Numerics, Runtime
 from petra.training import export, load, load_into, sgd
 from tests.structure import ROOT
-from tests.support.commands import TINY, lines, planned, refused, train
+from tests.support.commands import TINY, lines, planned, train
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
@@ -90,20 +87,6 @@ def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsy
     assert [found[key] for key in ("loss", "accuracy", "top5")] == [row[f"test_{key}"] for key in ("loss", "accuracy", "top5")]
     evaluate([f"{folder}", f"--weights={folder}/model.pt", "trainer.limit_batches=null"])
     assert json.loads(capsys.readouterr().out)["images"] == 16
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "command line: expected the folder of a run, got nowhere without a config.yaml"),
-        ([".", "run"], "command line: expected key=value, got run"),
-        (["."], "command line: expected a folder with exported weights or checkpoints, got ."),
-    ],
-)
-def test_evaluation_refuses(words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    OmegaConf.save(OmegaConf.create(as_data(compose_overrides([]))), tmp_path / "config.yaml")
-    monkeypatch.chdir(tmp_path)
-    assert refused(evaluate, words).startswith(message)
 
 
 ROWS = re.findall(r"\| `(experiment=[^`]*)` \|", (ROOT / "docs" / "experiments.md").read_text())
