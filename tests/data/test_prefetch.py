@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from petra.data import TrainSource, load_dataset
-from petra.data.prefetch import PREFETCH_FACTOR, Prefetcher
+from petra.data.prefetch import PREFETCH_FACTOR, Prefetcher, _ignore_signals
 from petra.errors import DataError
 from tests.support.processes import is_running
 
@@ -54,6 +54,14 @@ def test_workers_exit_after_the_last_number() -> None:
     for _ in range(2):
         assert [prefetch(m)[0].item() for m in range(3)] == [0, 2, 4]
         assert not multiprocessing.active_children()
+
+
+def test_a_worker_whose_parent_ends_before_it_starts_exits() -> None:
+    """A process of another parent; torch's loader compares with the parent that the worker finds when it starts."""
+    worker = multiprocessing.get_context("fork").Process(target=_ignore_signals, args=(0, 0))
+    worker.start()
+    worker.join(60)
+    assert worker.exitcode == 1
 
 
 def test_workers_end_with_their_source() -> None:

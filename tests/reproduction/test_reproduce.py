@@ -219,6 +219,8 @@ def test_the_folder_of_a_run_becomes_a_record(run: Path, tmp_path: Path, capsys:
 def test_what_is_no_record_is_refused(run: Path, tmp_path: Path) -> None:
     path = write_record(tmp_path, record_of(run, "mine", None, "B"))
     path.write_text(path.read_text().replace('"k"', '"j"'))
+    with pytest.raises(DataError, match="expected a record, got another file"):
+        read_record(path)
     assert refused(compare, [str(path)]).startswith(f"{path}: expected the record of a run, got another file (")
     (run / "summary.json").unlink()
     with pytest.raises(DataError, match="expected the folder of a finished run"):
