@@ -47,16 +47,16 @@ ROOMS = {
     ("launch/config",): Budget(810, 400),
     ("launch/run",): Budget(1_825, 1_603),
     ("launch/runtime",): Budget(680, 710),
-    ("launch/doctor", "launch/selftest"): Budget(700, 700),
+    ("launch/doctor", "launch/selftest"): Budget(947, 947),
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(2_785, 2_785),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_200, 15_000),
+    ("tests", "stress"): Budget(17_200, 15_060),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_170, 25_603)
+BOTH = Budget(26_417, 25_850)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

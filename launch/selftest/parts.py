@@ -1,13 +1,8 @@
-"""Parts of the self-test. Each runs in processes of its own: ``petra selftest.parts NAME OPTIONS OUT``.
-
-OPTIONS are JSON. The first process writes its findings to OUT, as JSON.
-"""
+"""Parts of the self-test: functions of their options, the device and this process that return findings."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,34 +10,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional as F
 
 from petra import METHODS, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.memory import predict_memory
 from petra.diagnostics.process_memory import peak_memory, release_memory
 from petra.distributed import all_gather_objects
+from petra.engine.options.watchdog import Watchdog
+from petra.inplace_abn import InPlaceABN
 from petra.models import MODELS
-from petra.training import sgd
+from petra.reversible import Coupling
+from petra.training import Checkpoints, restore, sgd
 
+from ..doctor.command import report_text
+from ..doctor.links import measure_links
+from ..doctor.machine import find_differences, inspect_machine
 from ..run.build import type_of
-from ..runtime.agent import this_process
 from ..runtime.rank import Process
 
 Options = dict[str, Any]
-"""Options of a part: those of :func:`build`, and ``microbatches``, ``device``, ``timeout`` and ``least_bytes``."""
+"""Options of a part: those of :func:`build`, ``microbatches``, ``folder``, ``bytes``, and what its findings are compared with."""
+Findings = dict[str, Any]
 
 
 class RandomData:
-    """Microbatches that depend on their number only. Four inputs are made in advance, so that making them takes no time."""
+    """Microbatches that depend on their number only. Four inputs are made in advance, so that making them takes no time.
 
-    def __init__(self, inputs: TensorSpec, classes: int) -> None:
-        self._classes, tokens = classes, not inputs.dtype.is_floating_point
+    Args:
+        copies: How often each microbatch has its samples, one copy after the other.
+    """
+
+    def __init__(self, inputs: TensorSpec, classes: int, copies: int = 1) -> None:
+        self._classes, tokens, size = classes, not inputs.dtype.is_floating_point, inputs.shape[0] // copies
         self.targets_spec = TensorSpec((inputs.shape[0] * (inputs.shape[1] if tokens else 1),), torch.int64)
-        generator = torch.Generator().manual_seed(0)
-        self._made = [
-            torch.randint(classes, inputs.shape, generator=generator) if tokens else torch.randn(inputs.shape, generator=generator)
+        self._copies, generator, shape = copies, torch.Generator().manual_seed(0), (size, *inputs.shape[1:])
+        made = [
+            torch.randint(classes, shape, generator=generator) if tokens else torch.randn(shape, generator=generator)
             for _ in range(4)
         ]
+        self._made = [torch.cat([x] * copies) for x in made]
 
     def inputs(self, m: int) -> Tensor:
         """Return one of the inputs."""
@@ -50,27 +58,29 @@ class RandomData:
 
     def targets(self, m: int) -> Tensor:
         """Return random classes."""
-        return torch.randint(self._classes, self.targets_spec.shape, generator=torch.Generator().manual_seed(m))
+        size = (self.targets_spec.shape[0] // self._copies,)
+        return torch.randint(self._classes, size, generator=torch.Generator().manual_seed(m)).repeat(self._copies)
 
 
 def build(options: Options, device: torch.device) -> tuple[Pipeline, RandomData]:
-    """Build a pipeline and its data.
+    """Build a pipeline with a watchdog, and its data.
 
     Args:
-        options: ``model``, ``batch``, ``method``, ``k``, and optionally ``width``, ``size``, ``stages``, ``delay``, ``transport``,
-            ``precision``, ``channels_last`` and ``compile``.
+        options: ``model``, ``batch`` (of each replica), ``method``, ``k``, and optionally ``width``, ``size``, ``dim``, ``depth``,
+            ``stages``, ``dp``, ``delay``, ``transport``, ``precision``, ``channels_last``, ``compile`` and ``patience``: seconds
+            until the watchdog reports.
     """
-    method = METHODS[options["method"]]
+    method, dp = METHODS[options["method"]], options.get("dp", 1)
     if "delay" in options:
         method = replace(method, delay=options["delay"])
     if options["model"] == "revgpt":
         classes, size = 256, options.get("size", 256)
         model = MODELS["revgpt"](classes, dim=options.get("dim", 512), depth=options.get("depth", 8), heads=8, size=size)
-        inputs = TensorSpec((options["batch"], size), torch.int64)
+        inputs = TensorSpec((dp * options["batch"], size), torch.int64)
     else:
         classes, size = 10, options.get("size", 32)
         model = MODELS[options["model"]](classes, width=options.get("width", 1.0))
-        inputs = TensorSpec((options["batch"], 3, size, size), torch.float32)
+        inputs = TensorSpec((dp * options["batch"], 3, size, size), torch.float32)
     pipeline = Pipeline(
         model,
         inputs,
@@ -78,10 +88,60 @@ def build(options: Options, device: torch.device) -> tuple[Pipeline, RandomData]
         method=method,
         k=options["k"],
         stages=options.get("stages"),
+        dp=dp,
         numerics=Numerics(type_of(options.get("precision", "float32")), options.get("channels_last", False)),
         runtime=Runtime(device, options.get("transport", "auto"), compile=options.get("compile")),
     )
-    return pipeline, RandomData(inputs, classes)
+    quiet = 1 if options.get("compile") is None else 2 * len(pipeline.plan.stages) + 2
+    pipeline.hooks.append(Watchdog(pipeline.workers, pipeline.rank, options.get("patience", 20.0), quiet=quiet))
+    return pipeline, RandomData(inputs, classes, dp)
+
+
+def inspect(options: Options, device: torch.device, process: Process) -> Findings:
+    """Return the report of ``petra doctor`` on all machines of the group."""
+    reports = all_gather_objects(inspect_machine(process, device))
+    links = measure_links(device) if process.world > 1 else {}
+    return {"report": report_text(reports, links, find_differences(reports, process.world))}
+
+
+def exchange(options: Options, device: torch.device, process: Process) -> Findings:
+    """Return whether messages and sums arrive with torch.distributed alone: large messages to both neighbours, and all-reduces."""
+    own, rank, world = torch.full((options["bytes"] // 4,), float(process.rank), device=device), process.rank, process.world
+    total, neighbours = own.clone(), ((rank - 1) % world, (rank + 1) % world)
+    dist.all_reduce(total)
+    received = [torch.empty_like(own) for _ in neighbours]
+    operations = [dist.P2POp(dist.isend, own, peer) for peer in neighbours]
+    operations += [dist.P2POp(dist.irecv, buffer, peer) for buffer, peer in zip(received, neighbours, strict=True)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    expected = (world * (world - 1) / 2, *neighbours)
+    equal = all(bool((found == value).all()) for found, value in zip((total, *received), expected, strict=True))
+    return {"equal": all(all_gather_objects(equal))}
+
+
+def compare_blocks(options: Options, device: torch.device, process: Process) -> Findings:
+    """Compare a reversible block and InPlace-ABN with plain operations: outputs and gradients. Return the largest difference."""
+    torch.manual_seed(0)
+    x, dy = (torch.randn(4, 8, 16, 16).to(device) for _ in range(2))
+    layer, plain = InPlaceABN(8).to(device), torch.nn.BatchNorm2d(8).to(device)
+    own, other = (x.clone().requires_grad_() for _ in range(2))
+    z, y = layer(own * 1.0), F.leaky_relu(plain(other), layer.activation.slope)
+    found = [z, *torch.autograd.grad(z, [own, *layer.parameters()], dy)]
+    expected = [y, *torch.autograd.grad(y, [other, *plain.parameters()], dy)]
+    block = Coupling(torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1, bias=False), torch.nn.BatchNorm2d(8))).to(device)
+    streams, gradients = (x.requires_grad_(), dy.clone().requires_grad_()), (dy, x.detach())
+    outputs = block(*streams)
+    expected += [*streams, *torch.autograd.grad(outputs, [*streams, *block.parameters()], gradients)]
+    with torch.no_grad():
+        inputs, dx, others = block.inverse_vjp(tuple(t.detach() for t in outputs), gradients)
+    found += [*inputs, *dx, *(others[p] for p in block.parameters())]
+    return {"difference": max(_difference(a, b) for a, b in zip(found, expected, strict=True))}
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference, relative to the largest value of ``b``."""
+    a, b = a.detach().to("cpu", torch.float64), b.detach().to("cpu", torch.float64)
+    return float((a - b).abs().max() / (b.abs().max() + 1e-12))
 
 
 def weights(options: Options, device: torch.device) -> dict[str, Tensor]:
@@ -91,15 +151,16 @@ def weights(options: Options, device: torch.device) -> dict[str, Tensor]:
     return {key: value.detach().to("cpu", copy=True) for key, value in pipeline.state_dict().items()}
 
 
-def compare_with_cpu(options: Options, device: torch.device, process: Process) -> dict[str, Any]:
-    """Train on the device twice and on the CPU once, in one process. Return differences of weights."""
-    first, second, cpu = (weights(options, d) for d in (device, device, torch.device("cpu")))
-    difference = max(float((first[k].double() - v.double()).abs().max() / (v.double().abs().max() + 1e-12)) for k, v in cpu.items())
+def compare_with_cpu(options: Options, device: torch.device, process: Process) -> Findings:
+    """Train on the device twice and on the CPU once, not compiled. Return differences of weights."""
+    first, second = (weights(options, device) for _ in range(2))
+    cpu = weights({**options, "compile": None}, torch.device("cpu"))
+    difference = max(_difference(first[key], value) for key, value in cpu.items())
     return {"difference": difference, "repeatable": all(torch.equal(first[k], v) for k, v in second.items())}
 
 
-def train_in_processes(options: Options, device: torch.device, process: Process) -> dict[str, Any]:
-    """Train over a transport twice. Return the size of a message, the loss, the seconds per microbatch, and digests of the weights.
+def train(options: Options, device: torch.device, process: Process) -> Findings:
+    """Train twice. Return the size of a message, the loss, the seconds per microbatch, and the digest of all weights.
 
     The first run includes what happens once, such as loading kernels; the second one is timed.
     """
@@ -119,17 +180,33 @@ def train_in_processes(options: Options, device: torch.device, process: Process)
 
 
 def _digest(pipeline: Pipeline) -> str:
-    """Return the beginning of a digest of all weights. Every process must call this function."""
-    own = hashlib.sha256()
-    for value in pipeline.state_dict().values():
-        own.update(value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return hashlib.sha256("".join(all_gather_objects(own.hexdigest())).encode()).hexdigest()[:12]
+    """Return the beginning of a digest of all weights, for any number of processes. Every process must call this function."""
+    own = {}
+    for key, value in pipeline.state_dict().items():
+        content = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        own[key] = hashlib.sha256(content).hexdigest()
+    found = {key: digest for part in all_gather_objects(own) for key, digest in part.items()}
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
 
 
-def measure_speed(options: Options, device: torch.device, process: Process) -> dict[str, Any]:
+def resume(options: Options, device: torch.device, process: Process) -> Findings:
+    """Save a checkpoint in the background, train on, and return whether a pipeline that resumes from it has the same weights."""
+    pipeline, data = build(options, device)
+    pipeline.train(data, options["microbatches"])
+    saved = Checkpoints(Path(options["folder"]), background=True)
+    saved.save(pipeline, {}, 1.0)
+    pipeline.train(data, options["microbatches"])
+    saved.wait()
+    resumed, _ = build(options, device)
+    restore(resumed, Path(options["folder"]) / f"{options['microbatches']:09}")
+    resumed.train(data, options["microbatches"])
+    return {"equal": _digest(pipeline) == _digest(resumed)}
+
+
+def measure_speed(options: Options, device: torch.device, process: Process) -> Findings:
     """Return the throughput after a warm-up, the largest peak memory of a process, and the largest prediction without workspaces.
 
-    On a GPU, also return torch's profile of one process, and how much of the peak was predicted. The memory of a CPU is resident.
+    On a GPU, also return how much of the peak was predicted. The memory of a CPU is resident.
     """
     release_memory(device)
     pipeline, data = build(options, device)
@@ -143,34 +220,16 @@ def measure_speed(options: Options, device: torch.device, process: Process) -> d
     found |= {"peak_bytes": peak, "predicted_bytes": predicted}
     if device.type == "cuda":
         found["predicted_over_peak"] = predicted / peak
-    if torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            pipeline.train(data, options["microbatches"])
-        found["profile"] = profile.key_averages().table("self_device_time_total", row_limit=12)
     return found
 
 
-PARTS: dict[str, Callable[[Options, torch.device, Process], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[Options, torch.device, Process], Findings]] = {
+    "inspect": inspect,
+    "exchange": exchange,
+    "blocks": compare_blocks,
     "compare": compare_with_cpu,
-    "transport": train_in_processes,
+    "train": train,
+    "resume": resume,
     "speed": measure_speed,
 }
-"""Parts by name: functions of their options, a device and this process that return findings."""
-
-
-def main() -> None:
-    """Run the part that the arguments name in this process."""
-    name, options, out = sys.argv[1:]
-    given = json.loads(options)
-    torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True  # as in training by default
-    with this_process() as process:
-        device = process.device(given.get("device", "auto"))
-        with process.process_group(device, given.get("timeout", 60)):
-            found = PARTS[name](given, device, process)
-    if process.first:
-        Path(out).write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+"""Parts by name."""

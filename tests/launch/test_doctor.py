@@ -18,9 +18,9 @@ from launch.doctor import links
 from launch.doctor.links import LARGE_MESSAGE, Links
 from launch.doctor.machine import Report, find_differences, inspect_machine
 from launch.runtime.rank import Process
-from launch.selftest import command
-from launch.selftest.command import LARGEST_DIFFERENCE, Trial, judge, plan, run_part
+from launch.selftest.command import run_all, write_report
 from launch.selftest.parts import PARTS
+from launch.selftest.plan import LARGEST_DIFFERENCE, Trial, judge, plan
 from petra import METHODS
 from tests.support.commands import ALONE
 from tests.support.processes import run_processes
@@ -124,43 +124,47 @@ TINY = {"model": "revnet18", "width": 0.125, "size": 8, "batch": 2, "method": "p
 
 def test_all_methods_and_both_transports_are_tested_in_any_machine() -> None:
     for gpus, tiny in ((0, True), (4, False)):
-        runs = [*plan(gpus, tiny)]
-        assert {run.options["method"] for run in runs if run.part == "compare"} == {*METHODS}
-        assert {run.options["transport"] for run in runs if run.part == "transport"} == {"lockstep", "edge"}
-        assert {run.options["device"] for run in runs} == {"cuda" if gpus else "cpu"}
-    speeds = [run for run in plan(4, False) if run.part == "speed"]
-    assert len({run.name for run in speeds}) == len(speeds) == 2 * 3 * 2 * 4  # compiled or not, models, batches, methods
-    assert not [run for run in plan(1, False) if run.part == "transport"]  # NCCL refuses two processes on one GPU
+        trials = [*plan(gpus, bool(gpus), tiny, True)]
+        assert {trial.options.get("method", "petra") for trial in trials if trial.part == "compare"} == {*METHODS}
+        assert {trial.options.get("transport") for trial in trials if trial.part == "train"} == {"lockstep", "edge", None}
+        assert {trial.options["device"] for trial in trials} == {"cuda" if gpus else "cpu"}
+        assert len({trial.name for trial in trials}) == len(trials)
+    quick, alone = [*plan(4, True, False, False)], [*plan(1, True, False, False)]
+    assert [(trial.part, trial.processes) for trial in quick[:3]] == [("exchange", 4), ("inspect", 4), ("train", 4)]
+    assert {trial.processes for trial in quick} == {1, 2, 4}
+    assert {trial.processes for trial in alone} == {1}  # NCCL refuses two processes on one GPU
 
 
 def test_parts_on_the_cpu() -> None:
     """A run equals itself, its memory is predicted, and its digest depends on its length only."""
     assert PARTS["compare"](TINY, CPU, ALONE) == {"difference": 0.0, "repeatable": True}
+    assert PARTS["blocks"]({}, CPU, ALONE)["difference"] < 1e-5
     speed = PARTS["speed"](TINY, CPU, ALONE)
     assert min(speed["samples_per_second"], speed["peak_bytes"], speed["predicted_bytes"]) > 0
-    first, second = (PARTS["transport"]({**TINY, "microbatches": count}, CPU, ALONE) for count in (4, 5))
+    first, second = (PARTS["train"]({**TINY, "microbatches": count}, CPU, ALONE) for count in (4, 5))
     assert first["repeatable"]
     assert first["digest"] != second["digest"]
 
 
-def test_differences_from_the_cpu_fail() -> None:
-    assert judge({"difference": LARGEST_DIFFERENCE / 2, "repeatable": True}, {}) == "passed"
-    assert "differ from the CPU" in judge({"difference": float("nan"), "repeatable": True}, {})
-    assert "two runs" in judge({"difference": 0.0, "repeatable": False}, {})
-    assert judge({"message_bytes": 10**6}, {"least_bytes": 2 * 10**6}) == "failed: messages have 1.0 MB, fewer than 2"
+def test_what_counts_as_a_failure() -> None:
+    def result(found: dict[str, object], part: str = "compare", **options: object) -> str:
+        return judge(Trial(part, "own", options), found, {"one": {"digest": "b"}})
+
+    assert result({"difference": LARGEST_DIFFERENCE / 2, "repeatable": True}) == "passed"
+    assert result({"difference": 2 * LARGEST_DIFFERENCE}, tolerance=0.1) == "passed"
+    assert "differ" in result({"difference": float("nan"), "repeatable": True})
+    assert "two runs" in result({"difference": 0.0, "repeatable": False})
+    assert "without petra" in result({"equal": False}, "exchange")
+    assert result({"message_bytes": 10**6}, least_bytes=2 * 10**6) == "failed: messages have 1.0 MB, fewer than 2"
+    assert result({"digest": "b"}, same_as="one") == result({"digest": "a"}, same_as="not run") == "passed"
+    assert result({"digest": "a"}, same_as="one") == "failed: weights differ from those of one"
 
 
 @pytest.mark.processes
-def test_a_part_that_fails_is_reported_with_its_reason() -> None:
-    found = run_part(Trial("compare", "wrong", {**TINY, "device": "tpu"}), seconds=100)
-    assert found["result"].startswith("failed: error: trainer.device: expected ")
-    assert "got tpu" in found["result"]
-
-
-def test_parts_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_doctor", lambda processes: "")
-    command.main(["--out", str(tmp_path), "--minutes", "1e-9"])
-    text = (tmp_path / "selftest.md").read_text()
-    assert "0 of " in text
-    assert "| petra against the CPU      " in text
-    assert text.count("| left out: no time |") == len([*plan(0, tiny=True)])
+def test_a_part_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
+    trials = [Trial("compare", "wrong", {**TINY, "device": "tpu"}), Trial("compare", "late", {})]
+    found = run_all(trials[:1], 60, time.monotonic() + 100, tmp_path) | run_all(trials[1:], 60, time.monotonic(), tmp_path)
+    assert found["wrong"]["result"].startswith("failed: rank 0: error: trainer.device: expected ")
+    assert "got tpu" in found["wrong"]["result"]
+    assert write_report(trials, found, 0, True, tmp_path)
+    assert found["late"]["result"] == "left out: no time"
