@@ -15,6 +15,7 @@ from benchmarks.staleness import __main__ as command
 from benchmarks.staleness import cells, figures, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
 from petra import Recipe, TensorSpec, make_plan
+from petra.data import load_dataset
 from tests.data.test_tokens import write_llmc
 
 
@@ -97,6 +98,33 @@ def test_records_of_a_cell(tokens: Path, tmp_path: Path) -> None:
     assert not any("test" in record["loss"] for record in records if record not in final)
     assert len(final[0]["curve"]) == 4
     assert final[0]["bits_per_byte"]["val"] == pytest.approx(final[0]["loss"]["val"] / np.log(2) / 2)
+
+
+def test_the_search_chooses_by_the_validation_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The best rate is beyond the last one of the first round, and the longer warm-up is better."""
+
+    def pretend(trial: train.Trial, data: Path, out: Path) -> dict[str, object]:
+        loss = abs(np.log2(trial.rate / 1.6e-2)) + (0 if trial.warmup > 0.2 else 0.1)
+        return {"rate": trial.rate, "warmup": trial.warmup, "updates": trial.updates, "seed": trial.seed, "loss": {"val": loss}}
+
+    monkeypatch.setattr(command, "run", pretend)
+    records = list(command.trials(Cell("backprop"), tmp_path, tmp_path))
+    searched = [record["rate"] for record in records if record["seed"] == command.SEARCH_SEED and record["warmup"] == command.SHORT]
+    assert searched == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "one rate beyond the best"
+    assert {record["updates"] for record in records} == {command.UPDATES}, "the search's runs are as long as the final ones"
+    final = [record for record in records if record["seed"] != command.SEARCH_SEED]
+    assert {(record["rate"], record["warmup"]) for record in final} == {(1.6e-2, 0.3)}
+    assert len(final) == 5
+
+
+def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
+    data = load_dataset("tokens", root=tokens, size=4, classes=8)
+
+    def windows(k: int) -> torch.Tensor:
+        source = train.TrainSource(data, WINDOWS // k, seed=1)
+        return torch.cat([source.inputs(m) for m in range(2 * k)])
+
+    assert all(torch.equal(windows(4), windows(k)) for k in (8, 16, 32))
 
 
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
