@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import get_scheduler
 
+from petra.engine.endpoints import Loss
 from petra.errors import require
 from petra.model import BlockSpec, Model
 
@@ -95,15 +95,16 @@ def optimizer(args: Any, module: nn.Module) -> torch.optim.Optimizer:
 
 
 class WeightedLoss:
-    """Cross entropy of training, times the weight of its microbatch: called for consecutive microbatches.
+    """Loss of training, times the weight of its microbatch: called for consecutive microbatches.
 
     Attributes:
+        outputs: Numbers of outputs that the loss takes.
         weights: Weights of the microbatches to come.
     """
 
-    def __init__(self, label_smoothing: float) -> None:
-        self._smoothing = label_smoothing
+    def __init__(self, loss: Loss) -> None:
+        self._loss, self.outputs = loss, getattr(loss, "outputs", (1,))
         self.weights: deque[float] = deque()
 
-    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(output, targets, label_smoothing=self._smoothing) * self.weights.popleft()
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        return self._loss(*tensors) * self.weights.popleft()

@@ -21,7 +21,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint, rotate_checkpoints, speed_metrics
 
 from petra.distributed import all_gather_objects
-from petra.engine.endpoints import Losses
+from petra.engine.endpoints import Loss, Losses
 from petra.engine.options.remedy import Remedy
 from petra.engine.recipe import Recipe
 from petra.engine.update_rules import UpdateRules
@@ -32,6 +32,7 @@ from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import from_pretrained
 from petra.huggingface.split import DECODERS, split
 from petra.method import Method
+from petra.models.head_loss import LinearCrossEntropy, without_logits
 from petra.pipeline import Pipeline
 from petra.plan import make_plan
 from petra.reversible import seeded
@@ -55,6 +56,8 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
     * An evaluation's loss is the mean over its targets. ``Trainer`` averages the means of samples.
     * Logs have no ``grad_norm``. With a method that doesn't flush, gradients are clipped by the norm of each stage, and callbacks
       of other processes than the first get the events of several updates at once.
+    * ``Trainer`` counts the first token of a row among the targets of GPT-2, and adds up the losses of the batches of an update
+      with ``BertForMaskedLM``. Here both losses are means, too.
     * Random numbers of dropout and of collators are others.
 
     Args:
@@ -62,6 +65,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         method: A name from :data:`petra.METHODS`, or a method. The default computes the same gradients as ``Trainer``.
         stages: Number of stages, or number of blocks in each: embedding, layers, head. None: one stage per process.
         max_length: Number of tokens of a row; shorter rows are padded. None: as many as in the first batch.
+        loss_rows: Compute the loss in chunks of so many tokens, without whole logits (:mod:`petra.models.head_loss`); None: don't.
         remedies: Remedies for stale gradients.
 
     Raises:
@@ -75,6 +79,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         method: str | Method = "1f1b",
         stages: int | Sequence[int] | None = None,
         max_length: int | None = None,
+        loss_rows: int | None = None,
         remedies: Sequence[Remedy] = (),
         **named: Any,
     ) -> None:
@@ -89,13 +94,13 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
             use_seedable_sampler=config.use_seedable_sampler,
             data_seed=config.data_seed,
         )
-        self._rates, self._loss, self._last = [0.0], WeightedLoss(self.args.label_smoothing_factor), 0
+        self._rates, self._last = [0.0], 0
         self._sum: Tensor | float = 0.0
         self.control: Any = self.control  # of Trainer
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         _untie(base, verbose=self.is_world_process_zero())
         self.form, inputs = self._probe(base, max_length)
-        self.pipeline = self._pipeline(base, inputs, method, stages, remedies)
+        self.pipeline = self._pipeline(base, inputs, method, stages, loss_rows, remedies)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the pipeline copies the blocks of its stages."""
@@ -123,21 +128,33 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         return form, TensorSpec(tuple(pair[0].shape), pair[0].dtype)
 
     def _pipeline(
-        self, base: Any, inputs: TensorSpec, method: str | Method, stages: int | Sequence[int] | None, remedies: Sequence[Remedy]
+        self,
+        base: Any,
+        inputs: TensorSpec,
+        method: str | Method,
+        stages: int | Sequence[int] | None,
+        loss_rows: int | None,
+        remedies: Sequence[Remedy],
     ) -> Pipeline:
         args, decayed = self.args, {*self.get_decay_parameter_names(self.model)}
         own = {id(p) for name, p in self.model.named_parameters() if name in decayed}
         parts = split(base.train(), self.form.fields or FIELDS[:1], None)
         names = {name: frozenset(key for key, p in part.named_parameters() if id(p) in own) for name, part in parts.items()}
         self._tensors = {f"{name}.{key}": t for name, part in parts.items() for key, t in part.state_dict().items()}
+        model, dtype = from_pretrained(self.model, fields=self.form.fields or FIELDS[:1]), torch.bfloat16 if args.bf16 else None
+        losses: list[Loss] = [partial(F.cross_entropy, label_smoothing=args.label_smoothing_factor), F.cross_entropy]
+        if loss_rows is not None:
+            model = without_logits(model)
+            losses = [LinearCrossEntropy(smoothing, loss_rows, dtype) for smoothing in (args.label_smoothing_factor, 0.0)]
+        self._loss = WeightedLoss(losses[0])
         plan = make_plan(
-            marked(from_pretrained(self.model, fields=self.form.fields or FIELDS[:1]), names),
+            marked(model, names),
             inputs,
             method=method,
             k=args.gradient_accumulation_steps,
             stages=args.world_size if stages is None else stages,
             processes=args.world_size,
-            numerics=Numerics(torch.bfloat16 if args.bf16 else None),
+            numerics=Numerics(dtype),
             device_type=args.device.type,
             metrics=0,
         )
@@ -148,7 +165,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         recipe = Recipe(
             partial(optimizer, args),
             lambda t: self._rates[min((max(t, 1) - 1) // plan.k, len(self._rates) - 1)],
-            Losses(self._loss, F.cross_entropy),
+            Losses(self._loss, losses[1]),
             metrics={},
             seed=args.seed,
             rules=rules,
