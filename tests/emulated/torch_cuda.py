@@ -137,7 +137,7 @@ def _device_functions(extension: Any, devices: int) -> dict[str, Any]:
         "current_device": extension.current_device,
         "set_device": lambda device: extension.set_device(index_of(device)),
         "_exchange_device": exchange,
-        "_maybe_exchange_device": exchange,
+        "_maybe_exchange_device": lambda device: exchange(device),  # torch.compile wants two functions
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: "emulated",
         "get_device_properties": _properties,
