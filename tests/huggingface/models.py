@@ -57,9 +57,22 @@ def batch_of(name: str, m: int, rows: int = 3, dtype: torch.dtype = torch.float6
 def reference(model: Any, inputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return logits, loss and gradients of one microbatch, computed by the model itself, by the names of petra's parameters."""
     model.zero_grad()
+    model.config.use_cache = False  # with a cache, transformers takes packed documents for one
     logits = model(**inputs).logits.flatten(0, -2)
     loss = F.cross_entropy(logits, targets)
     loss.backward()
     blocks = split(model, ("input_ids",), None)
     named = {f"{block}.{key}": p for block, module in blocks.items() for key, p in module.named_parameters()}
     return logits.detach(), loss.detach(), {key: p.grad.clone() for key, p in named.items() if p.grad is not None}
+
+
+def with_context(kind: str, inputs: dict[str, Tensor], targets: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a batch of tokens with padding at the left or right, or of packed documents, and its targets."""
+    tokens, targets = inputs["input_ids"], targets.clone().view(inputs["input_ids"].shape)
+    index = torch.arange(LENGTH).expand(tokens.shape)
+    starts = torch.tensor([4, 0, 7])[: len(tokens), None]  # the second row has no padding, and is one document
+    if kind == "packed":
+        return {"input_ids": tokens, "position_ids": torch.where(index < starts, index, index - starts)}, targets.flatten()
+    padding = index < starts if kind == "left" else index >= LENGTH - starts
+    masked = {"input_ids": tokens.masked_fill(padding, 0), "attention_mask": (~padding).long()}
+    return masked, targets.masked_fill(padding, -100).flatten()
