@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     with this_process() as process:
         weights, config = read_run(options, options.words, process)
         model = weights.network(config).to(torch.device(options.device))
-        require(find_stem(model) is not None, "command line", "a run of gpt or revgpt", config.model.name, ModelError)
+        require(find_stem(model) is not None, "command line", "a run of a language model", config.model.name, ModelError)
         encode, decode, stop = vocabulary(config, options.vocabulary, weights)
         text = generate(model, encode(options.prompt), sampling, options.seed, stop)
         print(options.prompt, end="", flush=True)

@@ -1,6 +1,7 @@
 """Write files of tokens for data=tokens: ``petra tokenize books/*.txt --vocabulary 4096 --out tokens``.
 
-A byte-level BPE vocabulary is trained on the texts, or read from a file (tokenizer.json of Hugging Face's tokenizers).
+A byte-level BPE vocabulary is trained on the texts, or read from a file (tokenizer.json of Hugging Face's tokenizers)
+or from the folder of a checkpoint, which contains one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="text files: one document each, or one per line in *.jsonl (key text)")
     parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
-    parser.add_argument("--vocabulary", default="4096", help="number of tokens of a new vocabulary, or the file of one (4096)")
+    parser.add_argument("--vocabulary", default="4096", help="tokens of a new vocabulary, or the file or folder of one (4096)")
     parser.add_argument("--separator", help=r"text between the documents of a file; \n and \t are understood")
     parser.add_argument("--validation", nargs="+", default=["0.05"], help="files, or the fraction of the text for it (0.05)")
     parser.add_argument("--test", nargs="+", help="the same for a test part, which data.split=test evaluates (none)")

@@ -43,7 +43,7 @@ ROOMS = {
     ("petra/diagnostics",): Budget(840, 840),
     ("petra/cost_model",): Budget(1_520, 1_520),
     ("petra/analysis",): Budget(400, 400),
-    ("launch/*.py", "launch/templates"): Budget(1_200, 1_225),
+    ("launch/*.py", "launch/templates"): Budget(1_240, 1_240),
     ("launch/config",): Budget(810, 400),
     ("launch/run",): Budget(1_825, 1_603),
     ("launch/runtime",): Budget(680, 710),
@@ -56,7 +56,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_417, 25_850)
+BOTH = Budget(26_460, 25_865)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

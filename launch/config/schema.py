@@ -25,9 +25,9 @@ Compiler = Literal["eager", "aot_eager", "inductor", "default", "reduce-overhead
 """Backends of ``torch.compile``, then modes of its backend inductor."""
 GIVEN = {
     *("classes", "size", "module", "peak", "microbatches_per_epoch", "epochs"),
-    *("path", "folder", "config", "rows", "microbatches"),
+    *("logger.path", "folder", "config", "rows", "microbatches"),
 }
-"""Parameters of targets that are no keys, because they depend on the rest of the run."""
+"""Parameters of targets, or those of one group, that are no keys, because they depend on the rest of the run."""
 
 
 @dataclass(kw_only=True)
@@ -280,6 +280,6 @@ def keys(group: str = "", target: str = "") -> dict[str, Key]:
     for name, key in {**parameters, **(fields_of(UpdateRules) if group == "optim" else {})}.items():
         if name in found:
             found[name].default = key.default
-        elif name not in GIVEN:
+        elif not {name, f"{group}.{name}"} & GIVEN:
             found[name] = key
     return found

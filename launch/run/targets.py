@@ -29,7 +29,7 @@ def factory(group: str, section: Section) -> Callable[..., Any]:
     function = imported(f"{group}._target_", section._target_)
     for name, value in section.options.items():
         if not takes(function, name):
-            options = [each for each in signature(function).parameters if each not in GIVEN]
+            options = [each for each in signature(function).parameters if not {each, f"{group}.{each}"} & GIVEN]
             raise no_parameter(f"{group}.{name}", value, section._target_, options)
     made: Callable[..., Any] = instantiate({"_target_": section._target_, **section.options, "_partial_": True, "_convert_": "all"})
     return made

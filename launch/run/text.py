@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from petra.data.tokenizer import DELIMITER, VOCABULARY, fingerprint, load_vocabulary
+from petra.data.tokenizer import VOCABULARY, delimiter_of, fingerprint, load_vocabulary
 from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, require
 from petra.models.generation import Sampling, generate
@@ -80,7 +80,7 @@ def vocabulary(config: Config, path: str | None, weights: Weights | None = None)
     require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
     if weights is not None:
         weights.require_vocabulary(str(file), fingerprint(tokenizer))
-    delimiter = tokenizer.token_to_id(DELIMITER)
+    delimiter = delimiter_of(tokenizer)
     first = [] if delimiter is None else [delimiter]
 
     def decode(tokens: Iterable[int]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from petra.data.files import reading, require_text, sampled_hash
 from petra.data.tokens import CORPUS, FORMATS, HEADER_BYTES, PARTS
-from petra.errors import ConfigError, DataError, invalid, require
+from petra.errors import ConfigError, DataError, alternatives, invalid, require
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,6 +29,8 @@ OPTIONS = {"val": "--validation", "test": "--test"}
 """Option of ``petra tokenize`` for each part that is held out."""
 DELIMITER = "<|endoftext|>"
 """Text of the token with which every document begins. Its number in a new vocabulary is 0."""
+DELIMITERS = (DELIMITER, "<|begin_of_text|>", "<|im_end|>", "<bos>", "<s>")
+"""Tokens that begin a document in the vocabularies of others; the first that a vocabulary has is taken."""
 VOCABULARY = "tokenizer.json"
 """File with the vocabulary, in the format of Hugging Face's ``tokenizers``."""
 LONGEST_WORD = 512
@@ -115,7 +117,7 @@ def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def load_vocabulary(path: Path) -> Tokenizer:
-    """Read a vocabulary in the format of ``tokenizers``. It encodes whole texts, even if the file says to truncate or pad them.
+    """Read a vocabulary in the format of ``tokenizers``: the file, or a folder with it. It neither truncates nor pads texts.
 
     Raises:
         ConfigError: If ``tokenizers`` is not installed.
@@ -125,10 +127,15 @@ def load_vocabulary(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     with reading(path, what=" as a vocabulary"):
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path / VOCABULARY if path.is_dir() else path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def delimiter_of(tokenizer: Tokenizer) -> int | None:
+    """Return the number of the token with which a document begins, or None if the vocabulary has none of :data:`DELIMITERS`."""
+    return next((found for name in DELIMITERS if (found := tokenizer.token_to_id(name)) is not None), None)
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -239,7 +246,7 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
     Args:
         pieces: The part and the text of each document.
         parts: Parts of the corpus.
-        tokenizer: Vocabulary, which must contain :data:`DELIMITER`.
+        tokenizer: Vocabulary, which must contain one of :data:`DELIMITERS`.
         folder: Folder for the files, new or without token files.
 
     Returns:
@@ -250,9 +257,9 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
         ConfigError: If a value is out of range, or the folder contains token files.
         DataError: If a part is empty, tokens don't give a text back, or a file can't be written.
     """
-    delimiter = tokenizer.token_to_id(DELIMITER)
+    delimiter = delimiter_of(tokenizer)
     if delimiter is None:
-        raise invalid("--vocabulary", f"a vocabulary with the token {DELIMITER}", "one without it")
+        raise invalid("--vocabulary", f"a vocabulary with one of the tokens {alternatives(DELIMITERS)}", "one without")
     classes = tokenizer.get_vocab_size()
     dtype = np.dtype("<u2" if classes <= 2**16 else "<u4")
     require_no_tokens(folder)

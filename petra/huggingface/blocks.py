@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,60 +25,34 @@ class Embedding(nn.Module):
     """First block of a model of tokens. Maps int64 inputs (:func:`petra.huggingface.stack`) to (B, T, D), and a context (B, T).
 
     Args:
-        embed: Function of the fields of a batch and ``position_ids``, with the model's embeddings.
+        tokens: Embedding of tokens; with ``whole``, of all fields by name (BERT).
+        config: Configuration of the model.
         fields: Names of the rows of the inputs.
         delimiter: Token with which every document begins, or None.
+        learned: Embedding of positions and dropout, of a model that adds them (GPT-2).
+        whole: Whether ``tokens`` takes the fields by name.
+
+    Attributes:
+        size, first: Largest T, and position of the first token, for the generation of text.
     """
 
-    def __init__(self, embed: nn.Module, fields: Sequence[str], delimiter: int | None) -> None:
+    def __init__(
+        self, tokens: nn.Module, config: Any, fields: Sequence[str], delimiter: int | None, *learned: nn.Module, whole: bool = False
+    ) -> None:
         super().__init__()
-        self.embed, self.fields, self.delimiter = embed, tuple(fields), delimiter
+        self.tokens, self.learned, self.whole = tokens, nn.ModuleList(learned), whole
+        self.fields, self.delimiter, self.size, self.first = tuple(fields), delimiter, config.max_position_embeddings, 0
 
     def forward(self, inputs: Tensor) -> Streams:
         rows = dict(zip(self.fields, inputs.unbind(1) if len(self.fields) > 1 else [inputs], strict=True))
-        context = context_of(rows, self.delimiter)
-        hidden: Tensor = self.embed(rows, None if context is None else positions(context))
+        context, tokens = context_of(rows, self.delimiter), rows["input_ids"]
+        names = {"input_ids", "token_type_ids"} & rows.keys()
+        hidden: Tensor = self.tokens(**{name: rows[name] for name in names}) if self.whole else self.tokens(tokens)
+        if self.learned:
+            embed, dropout = self.learned
+            index = torch.arange(tokens.shape[1], device=tokens.device)[None] if context is None else positions(context)
+            hidden = dropout(hidden + embed(index))
         return (hidden,) if context is None else (hidden, context.to(hidden.dtype))
-
-
-class TokenEmbedding(nn.Module):
-    """Embedding of tokens alone, for layers that rotate queries and keys by their position."""
-
-    def __init__(self, tokens: nn.Module) -> None:
-        super().__init__()
-        self.tokens = tokens
-
-    def forward(self, rows: dict[str, Tensor], position_ids: Tensor | None) -> Tensor:
-        embedded: Tensor = self.tokens(rows["input_ids"])
-        return embedded
-
-
-class SumOfEmbeddings(nn.Module):
-    """Sum of the embeddings of tokens and positions, and dropout (GPT-2)."""
-
-    def __init__(self, tokens: nn.Module, learned: nn.Module, dropout: nn.Module) -> None:
-        super().__init__()
-        self.tokens, self.learned, self.dropout = tokens, learned, dropout
-
-    def forward(self, rows: dict[str, Tensor], position_ids: Tensor | None) -> Tensor:
-        tokens = rows["input_ids"]
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        embedded: Tensor = self.dropout(self.tokens(tokens) + self.learned(position_ids))
-        return embedded
-
-
-class WholeEmbedding(nn.Module):
-    """Embedding that is one module, and takes fields by name (BERT)."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, rows: dict[str, Tensor], position_ids: Tensor | None) -> Tensor:
-        fields = {name: rows[name] for name in ("input_ids", "token_type_ids") if name in rows}
-        embedded: Tensor = self.module(**fields)
-        return embedded
 
 
 class Layer(nn.Module):
@@ -123,22 +97,17 @@ class Head(nn.Module):
 
     Args:
         modules: The modules.
-        select: Function of (B, T, D) before all of them, or None.
+        first: Whether they take the vectors (B, D) of the first positions only.
         cap: Largest absolute value of a logit, c · tanh(logit / c) (Gemma 2); None: no limit.
     """
 
-    def __init__(self, *modules: nn.Module, select: Callable[[Tensor], Tensor] | None = None, cap: float | None = None) -> None:
+    def __init__(self, *modules: nn.Module, first: bool = False, cap: float | None = None) -> None:
         super().__init__()
-        self.parts, self.select, self.cap = nn.ModuleList(modules), select, cap
+        self.parts, self.first, self.cap = nn.ModuleList(modules), first, cap
 
     def forward(self, hidden: Tensor, *context: Tensor) -> Tensor:
-        x = hidden if self.select is None else self.select(hidden)
+        x = hidden[:, 0] if self.first else hidden
         for part in self.parts:
             x = part(x)
         x = x if self.cap is None else torch.tanh(x / self.cap) * self.cap
         return x.flatten(0, -2)
-
-
-def first_position(hidden: Tensor) -> Tensor:
-    """Return the vectors (B, D) of the first positions."""
-    return hidden[:, 0]

@@ -4,25 +4,66 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import transformers
 from torch import nn
 from transformers.utils import logging
 
-from petra.errors import ConfigError, first_line, invalid, require
+from petra.errors import ConfigError, Count, ModelError, first_line, invalid, require
 from petra.huggingface.inputs import FIELDS, row_names
 from petra.huggingface.split import DECODERS, split
 from petra.model import BlockSpec, Model
 from petra.reversible import seeded
 
 MODELS = ", ".join(DECODERS)
+
+
+def pretrained(
+    path: Path,
+    classes: int = 256,
+    size: int = 256,
+    delimiter: Annotated[int | None, ">= 0"] = None,
+    lora: Count | None = None,
+) -> Model:
+    """Return the causal language model in the folder of a checkpoint, in float32, for ``petra train model=huggingface``.
+
+    Args:
+        path: Folder of the checkpoint.
+        classes: Number of different tokens, at most the checkpoint's.
+        size: Number of tokens in a row.
+        delimiter: Token with which every document begins. Positions then attend to their own document only. None: a text is one
+            document.
+        lora: null: all weights are trained; or the rank of LoRA adapters of all linear layers except the head, which are then
+            trained alone.
+
+    Raises:
+        ConfigError: If the checkpoint can't be read, or has fewer tokens or positions.
+        ModelError: If it is no causal language model that is supported.
+    """
+    model = loaded(path)
+    most = getattr(model.config, "max_position_embeddings", size)
+    language = hasattr(model, "lm_head")
+    require(language, "model.path", "the checkpoint of a causal language model", f"{path} ({type(model).__name__})", ModelError)
+    known = model.config.vocab_size
+    require(classes <= known, "data.classes", f"at most {known}, the tokens of {path}", classes)
+    require(size <= most, "data.size", f"at most {most}, the positions of {path}", size)
+    return from_pretrained(model if lora is None else adapted(model, lora), delimiter=delimiter, dtype=torch.float32)
+
+
+def adapted(model: Any, rank: int) -> Any:
+    """Return the model with LoRA adapters (``peft``) of all linear layers except the head, the same in every process."""
+    from peft import LoraConfig, get_peft_model
+
+    with seeded(0):
+        return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
 def from_pretrained(
@@ -46,7 +87,7 @@ def from_pretrained(
     Parameters that are frozen (``requires_grad=False``), as ``peft`` does it, stay frozen.
 
     Args:
-        source: Folder of a checkpoint, or name on Hugging Face's hub, or a model of ``transformers`` or ``peft``.
+        source: Folder of a checkpoint, or a model of ``transformers`` or ``peft``.
         fields: Names of the rows of the inputs: ``input_ids``, and ``attention_mask`` for padded rows, ``position_ids`` for packed
             documents, ``token_type_ids`` for BERT.
         delimiter: Token with which every document begins. Positions then restart there, and attend to their own document only.
@@ -63,7 +104,7 @@ def from_pretrained(
         model = model.get_base_model()
     parts, added = untied(split(model, rows, delimiter))
     if added and _first_process():
-        print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", flush=True)
+        print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", file=sys.stderr)
     specs = Model.of(type(model).__name__, parts)
     dtype = torch.float32 if named and dtype is None else dtype
     built = {spec.name: partial(_built, parts[spec.name], spec.build, dtype) for spec in specs.blocks}
@@ -78,23 +119,25 @@ def loaded(path: str | os.PathLike[str], model: str | None = None) -> Any:
     Raises:
         ConfigError: If it can't be read, or needs code of its own.
     """
-    with _reading(path):
+    present = Path(path, "config.json").is_file()
+    require(present, str(path), "the folder of a checkpoint (hf download NAME --local-dir FOLDER)", "no config.json")
+    with quiet(path):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     code = getattr(config, "auto_map", None)
     require(not code, str(path), "a model that is part of transformers (trust_remote_code is refused)", "code of its own")
     name = next(iter(config.architectures or ()), "none")
     kind: Any = getattr(transformers, name, None)
     require(kind is not None, f"{path}, architectures", f"a class of transformers, such as {MODELS}", name)
-    with _reading(path), seeded(0):
+    with quiet(path), seeded(0):
         found, report = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
     if (missing := sorted(report["missing_keys"])) and _first_process():
-        print(f"{path} has no {', '.join(missing)}: random weights", flush=True)
+        print(f"{path} has no {', '.join(missing)}: random weights", file=sys.stderr)
     return found.train()
 
 
 @contextmanager
-def _reading(path: object) -> Iterator[None]:
-    """Refuse in one line what can't be read, without progress bars and reports of ``transformers``."""
+def quiet(path: object) -> Iterator[None]:
+    """Refuse in one line what can't be read or written, without progress bars and reports of ``transformers``."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

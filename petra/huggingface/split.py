@@ -22,7 +22,8 @@ from typing import Any
 from torch import nn
 
 from petra.errors import ModelError, alternatives, invalid, require
-from petra.huggingface.blocks import Embedding, Head, Layer, SumOfEmbeddings, TokenEmbedding, WholeEmbedding, first_position
+from petra.huggingface.blocks import Embedding, Head, Layer
+from petra.huggingface.inputs import FIELDS
 
 DECODERS = tuple(f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3"))
 """Classes of the decoders that have a ``base_model_pp_plan`` and are tested. SmolLM and SmolLM2 are Llama."""
@@ -44,18 +45,20 @@ def split(model: Any, fields: Sequence[str], delimiter: int | None) -> dict[str,
     name = type(model).__name__
     if name not in SPLITTERS:
         raise invalid("model", f"one of the classes {alternatives(SPLITTERS)}", name, ModelError)
-    accepted = {"input_ids", "attention_mask", "token_type_ids"} if name.startswith("Bert") else {"input_ids", "attention_mask"}
-    accepted |= set() if name.startswith("Bert") else {"position_ids"}
-    accepted = {"input_ids"} if name.startswith("ViT") else accepted
-    unknown = sorted({*fields} - accepted)
-    require(not unknown, "fields", f"those of {name}: {', '.join(sorted(accepted))}", ", ".join(unknown), ModelError)
-    require(delimiter is None or "position_ids" in accepted, "delimiter", f"None for {name}", delimiter, ModelError)
+    kind = "bert" if name.startswith("Bert") else "vit" if name.startswith("ViT") else "causal"
+    accepted = {"causal": FIELDS[:3], "bert": (FIELDS[0], FIELDS[1], FIELDS[3]), "vit": FIELDS[:1]}[kind]
+    unknown = [field for field in fields if field not in accepted]
+    require(not unknown, "fields", f"those of {name}: {', '.join(accepted)}", ", ".join(unknown), ModelError)
+    require(delimiter is None or kind == "causal", "delimiter", f"None for {name}", delimiter, ModelError)
     embedding, layers, head = SPLITTERS[name](model)
-    first = embedding if name.startswith("ViT") else Embedding(embedding, fields, delimiter)
+    first = embedding[0]
+    if kind != "vit":
+        first = Embedding(first, model.config, fields, delimiter, *embedding[1:], whole=kind == "bert")
     return {"embedding": first, **{f"layer{i}": layer for i, layer in enumerate(layers)}, "head": head}
 
 
-Parts = tuple[nn.Module, list[nn.Module], nn.Module]
+Parts = tuple[list[nn.Module], list[nn.Module], nn.Module]
+"""Modules of the embedding, blocks of the layers, and block of the head."""
 
 
 def _decoder(model: Any) -> Parts:
@@ -73,25 +76,25 @@ def _decoder(model: Any) -> Parts:
         Layer(layer, config, kind, copy.deepcopy(base.rotary_emb), *([kind] if by_kind else []))
         for layer, kind in zip(layers, kinds, strict=True)
     ]
-    return TokenEmbedding(tokens), blocks, Head(norm, model.lm_head, cap=getattr(config, "final_logit_softcapping", None))
+    return [tokens], blocks, Head(norm, model.lm_head, cap=getattr(config, "final_logit_softcapping", None))
 
 
 def _gpt2(model: Any) -> Parts:
     base = model.transformer
     blocks: list[nn.Module] = [Layer(layer, model.config, "full_attention") for layer in base.h]
-    return SumOfEmbeddings(base.wte, base.wpe, base.drop), blocks, Head(base.ln_f, model.lm_head)
+    return [base.wte, base.wpe, base.drop], blocks, Head(base.ln_f, model.lm_head)
 
 
 def _bert(model: Any) -> Parts:
     require(not model.config.is_decoder, "is_decoder", "false", True, ModelError)
     blocks: list[nn.Module] = [Layer(layer, model.config, "bidirectional") for layer in model.bert.encoder.layer]
     head = Head(model.cls) if hasattr(model, "cls") else Head(model.bert.pooler, model.dropout, model.classifier)
-    return WholeEmbedding(model.bert.embeddings), blocks, head
+    return [model.bert.embeddings], blocks, head
 
 
 def _vit(model: Any) -> Parts:
     blocks: list[nn.Module] = [Layer(layer, model.config, "bidirectional") for layer in model.vit.layers]
-    return model.vit.embeddings, blocks, Head(model.vit.layernorm, model.classifier, select=first_position)
+    return [model.vit.embeddings], blocks, Head(model.vit.layernorm, model.classifier, first=True)
 
 
 SPLITTERS: dict[str, Callable[[Any], Parts]] = {

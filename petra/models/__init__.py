@@ -32,8 +32,8 @@ Every builder takes ``classes``. Builders that depend on the side of the images 
 other arguments are options, which the configuration reads from the builders' signatures.
 """
 
-TOKEN_MODELS = ("gpt", "revgpt")
-"""Names of the models that take tokens. The others take images."""
+TOKEN_MODELS = ("gpt", "revgpt", "pretrained")
+"""Names of the models that take tokens: ours, and that of petra.huggingface.load. The others take images."""
 
 __all__ = [
     "MODELS",

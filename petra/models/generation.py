@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, invalid, require
 from petra.models.attention import Attention, KeyValueCache
-from petra.models.language import TokenStem
 
 TEMPERATURES = (1e-100, 1e100)
 """Range in which float32 logits divided by a temperature do not overflow in float64."""
@@ -66,7 +66,8 @@ class Sampling:
 def generate(model: nn.Module, prompt: Sequence[int], sampling: Sampling, seed: int, stop: int | None = None) -> Iterator[int]:
     """Yield tokens after a prompt, without end unless ``stop`` is drawn.
 
-    When the text reaches the model's context length, the model starts again from the last half of it.
+    When the text reaches the model's context length, the model starts again from the last half of it. A model without layers of
+    petra has no cache, and reads the whole text for every token.
 
     Args:
         model: Language model (:meth:`petra.Model.build`) in evaluation mode, on any device.
@@ -81,30 +82,30 @@ def generate(model: nn.Module, prompt: Sequence[int], sampling: Sampling, seed: 
     require(len(prompt) >= 1, "prompt", "at least one token", "none")
     stem = find_stem(model)
     if stem is None:
-        raise invalid("run", "a run of gpt or revgpt", "a network without tokens")
+        raise invalid("run", "a run of a language model", "a network without tokens")
     text, device = list(prompt), next(model.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
+    generator, cached = torch.Generator().manual_seed(seed), any(isinstance(m, Attention) for m in model.modules())
     while True:
         new = text[-(stem.size if len(text) == len(prompt) else (stem.size + 1) // 2) :]
         with _caches(model, stem):
             while stem.first + len(new) <= stem.size:
                 logits = model(torch.tensor([new], device=device))[-1]
-                stem.first += len(new)
+                stem.first += len(new) if cached else 0
                 token = sampling.draw(logits.float().cpu(), generator)
                 if token == stop:
                     return
                 yield token
                 text.append(token)
-                new = [token]
+                new = [token] if cached else [*new, token]
 
 
-def find_stem(model: nn.Module) -> TokenStem | None:
-    """Return the first block of a language model; None for another model."""
-    return next((m for m in model.modules() if isinstance(m, TokenStem)), None)
+def find_stem(model: nn.Module) -> Any:
+    """Return the first block of a language model, which is like a ``TokenStem``; None for another model."""
+    return next((m for m in model.modules() if hasattr(m, "size") and hasattr(m, "first")), None)
 
 
 @contextmanager
-def _caches(model: nn.Module, stem: TokenStem) -> Iterator[None]:
+def _caches(model: nn.Module, stem: Any) -> Iterator[None]:
     """Give every attention layer an empty cache for the duration of the context."""
     layers = [m for m in model.modules() if isinstance(m, Attention)]
     stem.first = 0

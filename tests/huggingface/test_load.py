@@ -26,15 +26,15 @@ def test_a_folder_of_tied_weights_is_untied_in_float32(tmp_path: Path, capfd: py
     capfd.readouterr()
     network = from_pretrained(tmp_path).build(0)
     line = f"embedding and head shared weights, and are trained apart: {VOCABULARY * 16} more parameters\n"
-    assert capfd.readouterr() == (line, "")
+    assert capfd.readouterr() == ("", line)
     state = network.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
-    assert_equal(state["head.parts.1.weight"], state["embedding.embed.tokens.weight"])
+    assert_equal(state["head.parts.1.weight"], state["embedding.tokens.weight"])
     tokens = batch_of("LlamaForCausalLM", 1)[0]["input_ids"]
     torch.testing.assert_close(network(tokens), model.float()(tokens).logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
     model.train()
     with torch.no_grad():
-        network.embedding.embed.tokens.weight.zero_()
+        network.embedding.tokens.weight.zero_()
     assert all(p.any() for p in (*model.parameters(), network.head.parts[1].weight))
 
 
@@ -45,8 +45,8 @@ def test_weights_that_a_checkpoint_lacks_are_named_and_equal_everywhere(tmp_path
     capfd.readouterr()
     first, second = (from_pretrained(tmp_path).build(0).state_dict() for _ in range(2))
     out, err = capfd.readouterr()
-    assert not err
-    assert out.splitlines()[0].startswith(f"{tmp_path} has no bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, ")
+    assert not out
+    assert err.splitlines()[0].startswith(f"{tmp_path} has no bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, ")
     assert_equal(first, second)
 
 
@@ -59,7 +59,7 @@ def own_code(folder: Path) -> Any:
 
 TOKENS = torch.ones(2, 4, dtype=torch.int64)
 WRONG: dict[str, tuple[Any, str]] = {
-    "nothing": (lambda folder: from_pretrained(folder), "expected the folder of a checkpoint of transformers, got "),
+    "nothing": (lambda folder: from_pretrained(folder), "expected the folder of a checkpoint .*, got no config.json$"),
     "own code": (own_code, r"transformers \(trust_remote_code is refused\), got code of its own$"),
     "class": (
         lambda folder: from_pretrained(tiny("LlamaForCausalLM").model),
@@ -67,7 +67,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "fields": (
         lambda folder: from_pretrained(tiny("BertForMaskedLM"), fields=("input_ids", "position_ids")),
-        "^fields: expected those of BertForMaskedLM: attention_mask, input_ids, token_type_ids, got position_ids$",
+        "^fields: expected those of BertForMaskedLM: input_ids, attention_mask, token_type_ids, got position_ids$",
     ),
     "both": (lambda folder: from_pretrained(folder, fields=("input_ids", "attention_mask", "position_ids")), ", got both$"),
     "eager": (

@@ -36,7 +36,7 @@ TARGETS = [target for group in SECTIONS for target in targets(group)]
 
 def configured(hint: Any) -> Any:
     """Return the type of a configured value: a string for a path."""
-    return {str | Path | None: str | None}.get(hint, hint)
+    return {str | Path | None: str | None, Path: str}.get(hint, hint)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -62,7 +62,8 @@ def test_signatures_are_read_as_python_reads_them(target: str) -> None:
 
 def test_shipped_targets_are_those_of_the_registries() -> None:
     for group, registry in (("model", MODELS), ("data", DATASETS), ("optim", OPTIMIZERS)):
-        assert {*map(get_object, targets(group))} == {*registry.values()}  # type: ignore[attr-defined]
+        names = {name for name in targets(group) if not name.startswith("petra.huggingface")}  # of an extra
+        assert {*map(get_object, names)} == {*registry.values()}  # type: ignore[attr-defined]
     assert {*accepted(all_keys()["trainer.export"].hint)} == {"none", *FORMATS}
     assert not changes_results("data.split")  # a resumed run may evaluate another part of any data set
     assert changes_results("data.validation")

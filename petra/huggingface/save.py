@@ -1,0 +1,64 @@
+"""Trained weights as a checkpoint of ``transformers``."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from petra.errors import ModelError, first_line, require
+from petra.huggingface.inputs import FIELDS
+from petra.huggingface.load import adapted, loaded, quiet
+from petra.huggingface.split import split
+
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model")
+"""Files of a checkpoint that are copied, so that the new one has the tokenizer of the old one."""
+
+
+def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folder: str | Path, lora: int | None = None) -> None:
+    """Write trained weights as a checkpoint that ``from_pretrained`` of ``transformers`` loads.
+
+    Embedding and head are written apart, with ``tie_word_embeddings=false``. Adapters are added to the weights that they adapt.
+
+    Args:
+        source: What :func:`petra.huggingface.from_pretrained` was given: a folder, whose tokenizer is copied, or a model, which
+            gets the weights.
+        state: Weights of the whole network by ``<block>.<name>`` (:meth:`petra.Pipeline.state_dict` of all processes).
+        folder: Folder of the new checkpoint, new or empty.
+        lora: Rank of the adapters of :func:`petra.huggingface.load.pretrained`, or None.
+
+    Raises:
+        ConfigError: If ``folder`` has files, or ``source`` can't be read.
+        ModelError: If the weights are those of another model.
+    """
+    out = Path(folder)
+    require(not (out.exists() and any(out.iterdir())), str(out), "a new or empty folder", "one with files")
+    named = isinstance(source, str | Path)
+    whole: Any = loaded(source) if named else source
+    whole = whole if lora is None else adapted(whole, lora)
+    model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    _untie(model)
+    for name, block in split(model, FIELDS[:1], None).items():
+        own = {key.removeprefix(f"{name}."): t for key, t in state.items() if key.startswith(f"{name}.")}
+        block.to(next(iter(own.values())).dtype)
+        try:
+            block.load_state_dict(own)
+        except RuntimeError as error:
+            raise ModelError(f"block {name} does not fit {type(model).__name__} ({first_line(error)})") from error
+    model.config.dtype = next(model.parameters()).dtype
+    with quiet(out):
+        (whole.merge_and_unload() if whole is not model else model).save_pretrained(out)
+    for file in (file for pattern in TOKENIZER for file in Path(source).glob(pattern)) if named else ():
+        shutil.copyfile(file, out / file.name)
+
+
+def _untie(model: Any) -> None:
+    """Give the head weights of its own, and record it in the model's configuration."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
+    if getattr(model.config, "tie_word_embeddings", False):
+        model.config.tie_word_embeddings = False
