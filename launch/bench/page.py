@@ -29,7 +29,7 @@ def rows(found: Found) -> Iterator[tuple[str, ...]]:
     for case, entries in found["cases"].items():
         for name, entry in entries.items():
             if not (speeds := entry["rounds"]):
-                yield case, name, "failed", *[""] * (len(HEADER) - 3)
+                yield case, name, "none", *[""] * (len(HEADER) - 3)
                 continue
             pairs = [list(zip(speeds, entries.get(other, {"rounds": ()})["rounds"], strict=False)) for other in BASES]
             sizes = entry.get("reserved", ())
@@ -47,8 +47,12 @@ def rows(found: Found) -> Iterator[tuple[str, ...]]:
 
 
 def failures(found: Found) -> list[str]:
-    """Return a line for each contestant whose measurement was not completed."""
-    return [f"{c}: {n}: {e['error']}" for c, entries in found["cases"].items() for n, e in entries.items() if e["error"]]
+    """Return a line for each reason why measurements were not completed, with the contestants."""
+    named: dict[str, list[str]] = {}
+    for case, entries in found["cases"].items():
+        for name, entry in entries.items():
+            named.setdefault(entry["error"], []).append(f"{case}: {name}")
+    return [f"{error} ({'; '.join(names)})" for error, names in named.items() if error]
 
 
 def as_table(found: Found) -> str:

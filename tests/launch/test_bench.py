@@ -72,7 +72,7 @@ def test_contestants_alternate_at_their_best_sizes_and_failures_are_named(
     assert found["cases"]["RevNet-50, eager"]["PETRA"]["sizes"].keys() == {"1", "2"}
     printed, page = capsys.readouterr().out, (tmp_path / "bench.html").read_text(encoding="utf-8")
     for text in (printed, page):
-        assert "RevNet-50, eager: torch DDP, bf16 messages: rank 1: out of memory" in text
+        assert "rank 1: out of memory (RevNet-50, eager: torch DDP, bf16 messages)" in text
         assert "say nothing about GPUs" in text
     (row,) = (line for line in printed.splitlines() if "| PETRA  " in line)
     cells = [cell.strip() for cell in row.split("|")[3:-1]]
