@@ -99,7 +99,7 @@ class Pipe:
         steps = [
             Step(number + i * rounds.length, stage, op, m + i * period)
             for i in range(times)
-            for body in rounds.body
+            for body in rounds.period_rounds
             for number, stage, op, m in body.steps()
         ]
         return steps, times * period

@@ -158,7 +158,7 @@ def _states(
     rounds = PeriodicRounds(Timetable(plan.delays, plan.boundary_delays, 0, UNLIMITED, flush), flush or 1, lambda round_: round_)
     forwards, backwards = np.zeros(len(stages), np.int64), np.zeros(len(stages), np.int64)  # microbatches done
     sending, buffers = np.zeros((2, len(remote)), np.int64), np.zeros((2, len(remote)), np.int64)  # down and up
-    repeated = (round_ for _ in range(k if flush is None else 1) for round_ in rounds.body)  # until an update
+    repeated = (round_ for _ in range(k if flush is None else 1) for round_ in rounds.period_rounds)  # until an update
     for round_ in chain(rounds.until_steady(), repeated):
         f, b = (np.zeros(len(stages), np.int64) for _ in range(2))
         f[round_.stages[round_.forward]] = b[round_.stages[~round_.forward]] = 1

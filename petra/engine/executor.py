@@ -106,7 +106,7 @@ class Executor:
         require(self._drained, "pipeline", "a new one", got, PetraError)
         self._drained = False
         self._transport.begin(microbatches, training)
-        mine = rounds.map(lambda steps: self._select(steps, training))
+        mine = rounds.converted(lambda steps: self._select(steps, training))
         for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
             for worker, method, m in steps:
                 try:

@@ -238,13 +238,13 @@ class PeriodicRounds(Generic[T]):
     Attributes:
         period: Microbatches in one period of the steady state.
         length: Rounds in one period, once they are known.
-        body: Rounds of one period, once they are known.
+        period_rounds: Rounds of one period, once they are known.
         repeats: Number of times that they are repeated.
     """
 
     def __init__(self, timetable: Timetable, period: int, convert: Callable[[Round], T]) -> None:
         self._timetable, self._convert, self.period = timetable, convert, period
-        self.body: list[T] = []
+        self.period_rounds: list[T] = []
         self.repeats = self.length = 0
 
     def __iter__(self) -> Iterator[tuple[int, T]]:
@@ -259,23 +259,25 @@ class PeriodicRounds(Generic[T]):
         timetable, offset = self._timetable, 0
         for round_ in self.until_steady():
             yield offset, round_
-        self.repeats = remaining = max(0, int(timetable.stop - 1 - timetable.forwards[0]) // self.period) if self.body else 0
+        self.repeats = remaining = (
+            max(0, int(timetable.stop - 1 - timetable.forwards[0]) // self.period) if self.period_rounds else 0
+        )
         timetable.stop -= remaining * self.period
         while remaining and (remaining := choose_remaining(remaining)):
             offset += self.period
-            for round_ in self.body:
+            for round_ in self.period_rounds:
                 yield offset, round_
             remaining -= 1
         for last in timetable:
             yield offset, self._convert(last)
 
-    def map(self, convert: Callable[[T], U]) -> PeriodicRounds[U]:
+    def converted(self, convert: Callable[[T], U]) -> PeriodicRounds[U]:
         """Return the same sequence with ``convert`` applied to each round."""
         first = self._convert
         return PeriodicRounds(self._timetable, self.period, lambda round_: convert(first(round_)))
 
     def until_steady(self) -> Iterator[T]:
-        """Yield rounds until the state of the timetable is the same as one period before. Then set ``body``."""
+        """Yield rounds until the state of the timetable is the same as one period before. Then set ``period_rounds``."""
         timetable = self._timetable
         since, state, rounds = timetable.forwards[0], timetable.state(), list[T]()
         start = timetable.now
@@ -285,7 +287,7 @@ class PeriodicRounds(Generic[T]):
             if timetable.forwards[0] >= since + self.period:
                 before, state = state, timetable.state()
                 if timetable.forwards[0] == since + self.period and all(map(np.array_equal, before, state)):
-                    self.body, self.length = rounds, timetable.now - start
+                    self.period_rounds, self.length = rounds, timetable.now - start
                     return
                 since, rounds, start = timetable.forwards[0], [], timetable.now
 

@@ -173,7 +173,7 @@ def test_evaluation(stages: int) -> None:
 
 def test_rounds_of_the_steady_state_are_converted_once() -> None:
     converted = []
-    for _ in training_rounds([2, 0], [2], 0, 10_000).map(lambda round_: converted.append(round_)):
+    for _ in training_rounds([2, 0], [2], 0, 10_000).converted(lambda round_: converted.append(round_)):
         pass
     assert len(converted) < 40
 
