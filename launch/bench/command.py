@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,9 @@ class Workers:
         """End the processes, if they run. torchrun ends its own."""
         if self._agent is not None:
             self._agent.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._agent.wait(40)
-            except subprocess.TimeoutExpired:
-                self._agent.kill()
+            self._agent.kill()
         self._agent = None
 
     def _last_error(self) -> str:
@@ -144,15 +144,17 @@ def cases(tiny: bool, devices: int, only: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def compare(workers: Workers, case: str, trial: Trial, contestants: Sequence[str], end: float) -> dict[str, Entry]:
-    """Find the best microbatch size of each contestant, then measure all in turn, round by round."""
+    """Find the best microbatch size of each contestant in half of the time, then measure all in turn, round by round."""
+    half = (time.monotonic() + end) / 2
     entries: dict[str, Entry] = {name: {"sizes": {}, "rounds": [], "error": None} for name in contestants}
 
     def tried(phase: str, name: str, **options: Any) -> dict[str, Any] | None:
         """Measure, unless the contestant has failed or no time is left."""
         entry, one = entries[name], replace(trial, contestant=name, **options)
-        if entry["error"] is None and time.monotonic() > end:
-            entry["error"] = "left out: no time"
-        if entry["error"] is not None:
+        late = time.monotonic() > (half if phase == "search" else end)
+        if late and not entry["sizes" if phase == "search" else "rounds"]:
+            entry["error"] = entry["error"] or "left out: no time"
+        if late or entry["error"] is not None:
             return None
         try:
             found = workers.measure(one)

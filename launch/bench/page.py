@@ -37,12 +37,11 @@ def rows(found: Found) -> Iterator[tuple[str, ...]]:
             yield (
                 *(case, name, str(entry["batch"]), *(f"{f(speeds):.4g}" for f in (min, median, max))),
                 *(f"{median(a / b for a, b in pair):.2f}" if pair else "" for pair in pairs),
-                *(
-                    f"{100 * max(entry['idle']):.0f}",
-                    f"{entry['host_us']:.0f}" if "host_us" in entry else "",
-                    f"{entry['gbps']:.2f}",
-                ),
-                *(f"{reserved / 1e9:.3g}" if reserved else "", f"{reserved / predicted:.2f}" if predicted else ""),
+                f"{100 * max(entry['idle']):.0f}",
+                f"{entry['host_us']:.0f}" if "host_us" in entry else "",
+                f"{entry['gbps']:.2f}",
+                f"{reserved / 1e9:.3g}" if reserved else "",
+                f"{reserved / predicted:.2f}" if predicted else "",
             )
 
 
