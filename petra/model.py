@@ -67,6 +67,7 @@ class BlockProfile:
         name: Name of the block.
         outputs: Shape and type of each output tensor for one microbatch.
         parameters: Number of parameters.
+        trained: Whether a parameter is trained.
         flops: Floating-point operations of one forward of one microbatch.
         reversible: Whether the block is a :class:`petra.reversible.ReversibleBlock`.
         exact: Whether the block is reversible and supports exact streams (:mod:`petra.reversible.grid`).
@@ -75,6 +76,7 @@ class BlockProfile:
     name: str
     outputs: tuple[TensorSpec, ...]
     parameters: int
+    trained: bool
     flops: int
     reversible: bool
     exact: bool
@@ -276,6 +278,7 @@ def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) ->
         name=name,
         outputs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in outputs),
         parameters=sum(p.numel() for p in block.parameters()),
+        trained=any(p.requires_grad for p in block.parameters()),
         flops=counter.get_total_flops(),
         reversible=reversible,
         exact=reversible and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,  # type: ignore[attr-defined]

@@ -131,6 +131,10 @@ class Pipeline:
         place = (self.replica, process)
         with raise_on_all_ranks():
             self.stages = build_stages(plan, recipe, runtime, device, place, self._source.refetch)
+        if not all(boundary.backward_bytes for boundary in plan.boundaries):
+            from petra.engine.options.frozen import without_gradients
+
+            self.stages = without_gradients(self.stages, plan)
         if plan.layout.dp > 1 and replicas is None:
             self.replicas = Replicas(plan.layout, position, range(plan.layout.dp), device)
         group = None if self.replicas is None else self.replicas.pipeline_group

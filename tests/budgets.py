@@ -32,7 +32,7 @@ ROOMS = {
     ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(700, 700),
     ("petra/engine",): Budget(1_900, 1_900),
-    ("petra/engine/options",): Budget(1_520, 1_520),
+    ("petra/engine/options",): Budget(1_566, 1_566),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_780, 1_780),
     ("petra/data",): Budget(1_910, 1_910),
@@ -56,7 +56,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_460, 25_865)
+BOTH = Budget(26_510, 25_908)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -19,7 +19,8 @@ class Boundary(NamedTuple):
 
     Attributes:
         forward: ``(x,)`` from the stage upstream.
-        backward: ``(x̃, δ, (report,))`` from the stage downstream; x̃ is empty unless the stage upstream reconstructs.
+        backward: ``(x̃, δ, (report,))`` from the stage downstream; x̃ is empty unless the stage upstream reconstructs, and both if
+            nothing upstream is trained.
     """
 
     forward: MessageSpec
@@ -32,7 +33,7 @@ class Boundary(NamedTuple):
 
     @property
     def backward_bytes(self) -> int:
-        """Size of a backward message in bytes, without the report."""
+        """Size of a backward message in bytes, without the report; 0 if it has no gradient."""
         return sum(spec.wire_bytes for part in self.backward[:-1] for spec in part)
 
     def __str__(self) -> str:
@@ -48,13 +49,14 @@ def returns_activations(keep: Keep) -> bool:
     return keep is Keep.NOTHING
 
 
-def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metrics: int) -> Boundary:
+def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metrics: int, trained: bool = True) -> Boundary:
     """Return the messages over the boundary after a stage.
 
     Args:
         outputs: Specs of the stage's output.
         keep: What the stage's last block stores.
         metrics: Number of entries of the metrics in a report, besides targets and loss.
+        trained: Whether the stage, or one before it, has trained parameters.
     """
     streams = tuple(
         replace(
@@ -66,4 +68,5 @@ def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metr
     )
     both = numerics.wire is None or MESSAGE_FORMATS[numerics.wire].backward
     back, report = tuple(spec if both else replace(spec, wire=None) for spec in streams), TensorSpec((2 + metrics,), torch.float64)
+    back = back if trained else ()
     return Boundary((streams,), (back if returns_activations(keep) else (), back, (report,)))

@@ -166,8 +166,7 @@ def make_plan(
     method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp)
     if numerics.exact_streams:
         _check_exact(layout)
-    count = len(layout.stages)
-    delays = method.delays(count, k)
+    delays = method.delays(count := len(layout.stages), k)
     if isinstance(method.keep, tuple):
         blocks, keeps = len(layout.profiles), len(method.keep)
         require(keeps == blocks, "method.keep", f"one value, or {blocks}, one per block", f"{keeps} values")
@@ -175,6 +174,7 @@ def make_plan(
     boundary_delays = method.boundary_delays(count - 1)
     stage_plans = tuple(_stage_plan(layout, method, k, delays, j) for j in range(count))
     stage_plans = (_with_refetch(stage_plans[0]), *stage_plans[1:]) if refetch else stage_plans
+    trained = [stage for stage in stage_plans if any(p.trained for p in layout.profiles[: stage.blocks.stop])]
     plan = Plan(
         model=model,
         inputs=inputs,
@@ -184,7 +184,7 @@ def make_plan(
         numerics=numerics,
         stages=stage_plans,
         boundary_delays=boundary_delays,
-        boundaries=tuple(boundary(stage.outputs, stage.keeps[-1], numerics, metrics) for stage in stage_plans[:-1]),
+        boundaries=tuple(boundary(s.outputs, s.keeps[-1], numerics, metrics, s in trained) for s in stage_plans[:-1]),
         transport=choose_transport(transport, len(layout.processes), boundary_delays, device_type),
     )
     check_training(delays, boundary_delays)

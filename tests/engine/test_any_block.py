@@ -419,3 +419,35 @@ def test_loaded_weights_replace_older_and_predicted_ones(settings: dict[str, Any
             runner = pipeline.stages[stage].runners[0]
             found.append(runner.function(0, (x,), runner.versions.for_forward(pipeline.microbatches_done))[0])
         torch.testing.assert_close(*found)
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return module.requires_grad_(False)
+
+
+def _from_the_middle(rank: int | None) -> tuple[dict[str, Tensor], list[int]]:
+    torch.manual_seed(0)
+    blocks = (frozen(linear()), nn.Sequential(frozen(linear()), nn.Dropout(0.5)), linear(), nn.Tanh(), linear(6, 3))
+    found, sizes = {}, []
+    for method in ("dsp", "pipedream_2bw", "1f1b"):
+        torch.manual_seed(0)
+        pipeline = chain(*blocks, method=method, k=4, stages=4)
+        pipeline.train(Vectors(), 12)
+        found |= {f"{method} {key}": value.clone() for key, value in pipeline.state_dict().items()}
+        sizes = [boundary.backward_bytes for boundary in pipeline.plan.boundaries]
+        assert not any(stage.stored_bytes() for stage in pipeline.stages.values())
+    return found, sizes
+
+
+@pytest.mark.processes
+def test_no_gradient_is_sent_to_stages_before_the_first_trained_one(tmp_path: Any) -> None:
+    (alone, sizes), *parts = _from_the_middle(None), *run_processes(2, _from_the_middle, tmp_path)
+    assert [size > 0 for size in sizes] == [False, False, True]
+    assert_equal({key: value for part, _ in parts for key, value in part.items()}, alone)
+    torch.manual_seed(0)
+    blocks = (frozen(linear()), nn.Sequential(frozen(linear())), linear(), nn.Tanh(), linear(6, 3))
+    pipeline = chain(*blocks, method="backprop", stages=4)
+    plain, data = pipeline.plan.model.build(0), Vectors()
+    pipeline.train(data, 4)
+    train_plainly(plain, sgd(plain), data, 4)
+    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
