@@ -30,6 +30,7 @@ class Options:
         delay_rate: Share of jobs that are delayed.
         delay_us: Longest delay in microseconds. Each stream multiplies it by a pace between 0.1 and 5.
         lazy_loading: Whether the first launch of each kernel waits until its device is idle, as CUDA's lazy loading of modules may.
+        one_slot: Whether a device runs one NCCL operation at a time. Operations of several communicators then need one order.
         patience_ms: Time after which a host that waits for the device reports a deadlock.
         fault: What happens at launch number ``fault_at`` of this process: ``die`` or ``hang``; empty for nothing.
         fault_rank: Only the process whose RANK this is has the fault; -1 for any.
@@ -40,6 +41,7 @@ class Options:
     delay_rate: float = 0.02
     delay_us: int = 300
     lazy_loading: bool = False
+    one_slot: bool = False
     patience_ms: int = 30_000
     fault: str = ""
     fault_at: int = 0

@@ -9,7 +9,8 @@ import runpy
 import subprocess
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launch.runtime.rank import Process
 from launch.selftest import command as selftest_command
 from launch.selftest.plan import plan
 from petra.diagnostics.events import Kind
@@ -25,7 +27,7 @@ from petra.diagnostics.recorder import Recorder, StageTimes
 from petra.hooks import Hook
 from petra.inplace_abn import InPlaceABN
 from petra.specs import Streams
-from petra.training import Checkpoints, restore
+from petra.training import Checkpoints, checkpoint, restore
 from tests.emulated import device as emulated
 from tests.emulated import runs
 from tests.emulated.device import Options
@@ -36,12 +38,21 @@ from tests.structure import ROOT
 DELAYED = Options(seed=2, delay_rate=0.05)
 
 
+def busy_after(state_of: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the state of a pipeline, while the GPU is busy: copies of it that nobody waits for come too late."""
+    state = state_of(*arguments)
+    torch.cuda._sleep(200_000_000)
+    return state
+
+
 def resumes(rank: int, case: Case, folder: str, background: bool) -> bool:
     """Save, continue, and compare with a pipeline that resumes from the checkpoint."""
     device = torch.device("cuda", rank)
     pipeline, source = case.pipeline(device), case.source()
     pipeline.train(source, 7)
     saved = Checkpoints(Path(folder), background=background)
+    if background:
+        checkpoint.state_of = partial(busy_after, checkpoint.state_of)  # type: ignore[attr-defined]
     saved.save(pipeline, {}, 1.0)
     pipeline.train(source, 6)
     saved.wait()
@@ -152,6 +163,24 @@ def joint_statistics(rank: int) -> dict[str, int]:
 
 def test_joint_statistics_do_not_make_the_host_wait() -> None:
     assert run(joint_statistics, world=2) == [{}, {}]
+
+
+def bound(rank: int) -> list[int]:
+    """Return the current device in the launcher's process group, and after a pipeline for another device was built."""
+    found = []
+    process = Process.from_environment()
+    with process.process_group(process.device("cuda"), 20):
+        found.append(torch.cuda.current_device())
+        torch.cuda.set_device(0)
+        Case().pipeline(torch.device("cuda", rank))
+        found.append(torch.cuda.current_device())
+    on_second_machine = Process(rank=8 + rank, world=10, local_rank=rank, local_world=2)
+    return [*found, on_second_machine.device("cuda").index]
+
+
+def test_launcher_and_pipeline_make_the_gpu_of_the_local_rank_current() -> None:
+    found = start(bound, world=2, torchrun=True).require()
+    assert found == [[rank] * 3 for rank in range(2)]
 
 
 def forked(arguments: Sequence[str], processes: int, seconds: float, folder: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -87,8 +88,9 @@ def test_processes(method: str, world: int, transport: str, settings: dict[str, 
 
 @pytest.mark.parametrize(("method", "world"), core([("petra", 4), ("pipedream", 2)], {0}))
 def test_replicas(method: str, world: int) -> None:
-    case = of_method(method, arguments={"dp": 2}, refetch=method == "pipedream")
-    found = run(runs.train_rank, case, world=world, options=DELAYED)
+    """With several blocks in a stage, and an NCCL that runs the operations of all communicators one by one."""
+    case = of_method(method, arguments={"dp": 2, "stages": 3}, refetch=method == "pipedream")
+    found = run(runs.train_rank, case, world=world, options=replace(DELAYED, one_slot=True))
     expected = run(runs.train_cpu_rank, case, world=world)
     half = world // 2
     assert joined(found[:half]).difference(joined(expected[:half])) == 0

@@ -25,6 +25,7 @@ void bind_settings(py::module& m) {
       .def_readwrite("delay_rate", &Settings::delay_rate)
       .def_readwrite("delay_us", &Settings::delay_us)
       .def_readwrite("lazy_loading", &Settings::lazy_loading)
+      .def_readwrite("one_slot", &Settings::one_slot)
       .def_readwrite("patience_ms", &Settings::patience_ms)
       .def_readwrite("fault", &Settings::fault)
       .def_readwrite("fault_at", &Settings::fault_at);

@@ -162,14 +162,17 @@ struct EmulatedNCCL final : c10d::Backend {
     int device = tensors.empty() ? current_device() : tensors[0].device().index();
     for (auto& t : tensors) check(t);
     if (!stream) stream = &own_stream(device, "NCCL group " + getGroupUid() + " " + getGroupDesc());
+    TORCH_CHECK(stream->device == device, "NCCL: the communicator is on cuda:", stream->device, ", the operation on cuda:", device);
     auto& current = current_stream(device);
     auto& on = async ? *stream : current;
     count_launch(device, "nccl " + c10d::opTypeToString(operation));
     if (async) wait_for(on, record(current));
     wait_for(on, last);  // NCCL runs one operation of a communicator at a time
+    static Mark slots[16];
+    if (settings().one_slot) wait_for(on, slots[device]);
     auto work = c10::make_intrusive<EmulatedWork>(getRank(), operation);
     on.submit("NCCL operation", std::move(job));
-    work->end = last = record(on);
+    work->end = last = slots[device] = record(on);
     work->device = device;
     if (async) work->stashed = tensors;
     work->outputs = outputs;
@@ -309,6 +312,8 @@ struct EmulatedNCCL final : c10d::Backend {
     return collective(OpType::BROADCAST, opts.asyncOp, {tensors[0]}, {tensors[0]}, [=] { connected->run(transfers); });
   }
   c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& opts) override {
+    TORCH_CHECK(opts.device_ids.empty() || opts.device_ids[0] == current_device(),
+                "NCCL: barrier on a device that is not the current one");
     auto own = at::zeros({1});
     auto form = header(OpType::BARRIER, own, ++sequence);
     auto connected = channels;

@@ -25,6 +25,7 @@ struct Settings {
   double delay_rate = 0.02;  // share of jobs that are delayed
   int delay_us = 300;        // longest delay in microseconds
   bool lazy_loading = false; // the first launch of each kernel waits until the device is idle
+  bool one_slot = false;     // a device runs one NCCL operation at a time, of all communicators
   int patience_ms = 15000;   // a host that waits for the device this long reports a deadlock; 0: never
   // Fault of this process: at its launch number fault_at it dies or hangs
   std::string fault;         // "", "die", "hang"
