@@ -117,6 +117,8 @@ def _gpu_problems(device: torch.device, requested: str) -> Iterator[str]:
         yield f"PyTorch is built for CUDA {cuda} but finds no GPU: the driver is missing or too old, or the container has no GPU"
     if not cuda and requested != "cpu" and Path("/dev/nvidia0").exists():
         yield "the machine has a GPU, but PyTorch is built without CUDA"
+    if device.type == "cuda" and " MIG " in torch.cuda.get_device_properties(device).name:
+        yield f"{device} is a MIG instance: NCCL refuses two instances of one GPU"
     if device.type == "cuda" and device.index + 1 < torch.cuda.device_count():
         other = torch.device("cuda", device.index + 1)
         if not torch.cuda.can_device_access_peer(device, other):

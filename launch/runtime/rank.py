@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -122,6 +123,9 @@ class Process:
         if "WORLD_SIZE" not in os.environ:
             yield
             return
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with suppress(ValueError):  # no limit, which macOS refuses
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each of N ranks opens about 2 N sockets of gloo
         limit = timedelta(seconds=timeout)
         store, _, _ = next(rendezvous("env://", timeout=limit))
         # torchrun keeps its store across restarts, and one process may open several groups in turn. Prefixes keep each group from

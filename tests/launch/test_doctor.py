@@ -91,7 +91,7 @@ def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    properties = SimpleNamespace(name="H100", total_memory=2**36)
+    properties = SimpleNamespace(name="H100 MIG 3g.40gb", total_memory=2**36)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
@@ -99,9 +99,10 @@ def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2**23, 2**23))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     found = inspect_machine(ALONE, torch.device("cuda", 0))
-    assert (found.device, found.memory) == ("cuda:0 (H100)", 2**36)
+    assert (found.device, found.memory) == ("cuda:0 (H100 MIG 3g.40gb)", 2**36)
     assert "/dev/shm: expected 1 GiB or more (docker run --shm-size=8g), got 64 MiB" in found.problems
     assert "cuda:0 can't access cuda:1 directly: messages between them go through host memory" in found.problems
+    assert "cuda:0 is a MIG instance: NCCL refuses two instances of one GPU" in found.problems
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     missing = "PyTorch is built for CUDA 13.0 but finds no GPU"
     assert any(text.startswith(missing) for text in inspect_machine(ALONE, CPU).problems)
