@@ -107,17 +107,18 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def _probe(self, base: Any, max_length: int | None) -> tuple[Form, TensorSpec]:
         """Return the form of microbatches and the spec of their inputs, from the first rows of the data."""
-        name, config, data = type(base).__name__, base.config, self.train_dataset or self.eval_dataset
+        name, config, trains = type(base).__name__, base.config, self.train_dataset is not None
+        data = self.train_dataset if trains else self.eval_dataset
         data = next(iter(data.values())) if isinstance(data, dict) else data
-        sized = hasattr(data, "__len__") and hasattr(data, "__getitem__")
-        require(sized, "train_dataset", "a data set with a length, whose rows can be indexed", type(data).__name__)
+        sized = hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) > 0
+        require(sized, "train_dataset", "a data set with a length > 0, whose rows can be indexed", type(data).__name__)
         kind = getattr(config, "problem_type", None) or "single_label_classification"
         fits = "SequenceClassification" not in name or (config.num_labels > 1 and kind == "single_label_classification")
         require(fits, "model.config", "single_label_classification of at least 2 labels", f"{kind} of {config.num_labels}")
-        loader = self.get_train_dataloader() if self.train_dataset else self.get_eval_dataloader()
+        loader = self.get_train_dataloader() if trains else self.get_eval_dataloader(data)
         rows = self.args.per_device_train_batch_size
         with seeded(self.args.seed):
-            batch = loader.collate_fn([data[i] for i in range(min(rows, len(data)))])
+            batch = loader.collate_fn([loader.dataset[i] for i in range(min(rows, len(data)))])
         tokens = FIELDS[0] in batch
         fields = tuple(name for name in FIELDS if name in batch)
         size = (max_length or batch[FIELDS[0]].shape[1]) if tokens else None

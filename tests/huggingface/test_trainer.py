@@ -109,6 +109,7 @@ def test_events_evaluation_saving_and_resuming(tmp_path: Path) -> None:
     plain = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=1), eval_dataset=[data["eval_dataset"][0]])
     mine = trainer.evaluate([data["eval_dataset"][0]])
     assert mine["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    assert {"eval_a_loss", "eval_b_loss"} <= trainer.evaluate({"a": rows(8), "b": rows(9)}).keys()
 
     args = arguments(tmp_path / "resumed", **{**settings, "save_total_limit": None})
     fresh = PetraTrainer(tiny("LlamaForCausalLM", torch.float32, tied=True), args, method="dsp", stages=2, **data)
@@ -136,6 +137,8 @@ def test_what_cannot_be_mapped_is_refused_by_name(tmp_path: Path, capsys: pytest
         trainer.predict(data)
     with pytest.raises(ConfigError, match="resume_from_checkpoint: expected a folder that PetraTrainer has saved"):
         trainer.train(resume_from_checkpoint=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"train_dataset: expected a data set with a length > 0, .* got list"):
+        PetraTrainer(model, arguments(tmp_path), eval_dataset=[])
     with pytest.raises(DataError, match="max_length: expected at least 12, the tokens of a row, got 8"):
         PetraTrainer(model, arguments(tmp_path), train_dataset=data, max_length=8)
 
