@@ -40,7 +40,7 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
     whole: Any = loaded(source) if named else source
     whole = whole if lora is None else adapted(whole, lora)
     model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
-    _untie(model)
+    untie(model)
     for name, block in split(model, FIELDS[:1], None).items():
         own = {key.removeprefix(f"{name}."): t for key, t in state.items() if key.startswith(f"{name}.")}
         block.to(next(iter(own.values())).dtype)
@@ -55,10 +55,12 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
         shutil.copyfile(file, out / file.name)
 
 
-def _untie(model: Any) -> None:
-    """Give the head weights of its own, and record it in the model's configuration."""
+def untie(model: Any) -> int:
+    """Give the head weights of its own, record it in the model's configuration, and return how many parameters this adds."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if head is not None and head.weight is embedding.weight:
+    tied = head is not None and head.weight is embedding.weight
+    if tied:
         head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
     if getattr(model.config, "tie_word_embeddings", False):
         model.config.tie_word_embeddings = False
+    return head.weight.numel() if tied else 0

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from petra.huggingface.arguments import WeightedLoss, check_arguments, marked, o
 from petra.huggingface.batches import Form, TrainBatches
 from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import from_pretrained
+from petra.huggingface.save import untie
 from petra.huggingface.split import DECODERS, split
 from petra.method import Method
 from petra.models.head_loss import LinearCrossEntropy, without_logits
@@ -39,6 +39,7 @@ from petra.reversible import seeded
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.training.checkpoint import Checkpoints, newest, restore
+from petra.training.weight_files import gathered_blocks
 
 STATE, PETRA = "trainer_state.json", "petra"
 """File and folder in a folder ``checkpoint-<step>``: the state of the trainer, and a checkpoint of the pipeline."""
@@ -98,7 +99,8 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         self._sum: Tensor | float = 0.0
         self.control: Any = self.control  # of Trainer
         base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        _untie(base, verbose=self.is_world_process_zero())
+        if (added := untie(base)) and self.is_world_process_zero():
+            print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", flush=True)
         self.form, inputs = self._probe(base, max_length)
         self.pipeline = self._pipeline(base, inputs, method, stages, loss_rows, remedies)
 
@@ -320,13 +322,10 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model as ``Trainer`` does. Every process must call it; the first writes."""
-        own = {key: value.cpu() for key, value in self.pipeline.state_dict().items()}
-        found: list[Any] = [own] * self.pipeline.world
-        if self.pipeline.world > 1:
-            dist.gather_object(own, found if self.pipeline.rank == 0 else None)
+        for name, block in gathered_blocks(self.pipeline):
+            for key, value in block.items():
+                self._tensors[f"{name}.{key}"].copy_(value)
         if self.pipeline.rank == 0:
-            for key, value in ((key, value) for part in found for key, value in part.items()):
-                self._tensors[key].copy_(value)
             super().save_model(output_dir, _internal_call)
         all_gather_objects(None)
 
@@ -350,14 +349,3 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         self.state = TrainerState.load_from_json(str(Path(str(folder)) / STATE))
         step = self.state.global_step
         require(done == step * k, "gradient_accumulation_steps", f"{done / step:g}, as in {folder}", k)
-
-
-def _untie(model: Any, *, verbose: bool) -> None:
-    """Give the head of a model weights of its own, if it shares those of the embedding."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and head.weight is embedding.weight:
-        head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
-        model.config.tie_word_embeddings = False
-        if verbose:
-            added = f"{head.weight.numel():,} more parameters"
-            print(f"embedding and head shared weights, and are trained apart: {added}", flush=True)
