@@ -90,6 +90,7 @@ def test_adapters_train_with_no_gradient_and_no_state_of_frozen_weights() -> Non
     pipeline = make_pipeline(
         converted, TensorSpec((3, LENGTH), torch.int64), optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1), method="dsp"
     )
+    assert [boundary.backward_bytes > 0 for boundary in pipeline.plan.boundaries] == [False, True, True]  # none to the embedding
     before = {key: value.clone() for key, value in pipeline.state_dict().items()}
     inputs, targets = batch_of("LlamaForCausalLM", 3)
     pipeline.train(Batch(inputs["input_ids"], targets), 4)
