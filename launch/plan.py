@@ -167,8 +167,8 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     Args:
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
-    setup = set_up(config, Process(rank=0, world=1, local_rank=0, local_world=1))
-    inputs, model, numerics, machines = setup.plan.inputs, setup.plan.model, setup.plan.numerics, _machines(options)
+    setup = set_up(config, Process(rank=0, world=config.dp, local_rank=0, local_world=1))
+    inputs, model, numerics, machines = setup.plan.layout.inputs, setup.plan.model, setup.plan.numerics, _machines(options)
     if options.measure:
         set_numerics(config.trainer)
         blocks = profile_blocks(model, inputs, optimizer=factory("optim", config.optim), device=setup.device, numerics=numerics)
@@ -183,10 +183,11 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
             rows.append(predict_method(blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay))
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
-    samples, count = inputs.shape[0], min(len(machines.devices), len(blocks))
+    samples, count = setup.plan.inputs.shape[0], min(len(machines.devices), len(blocks))
     lines = [
         f"{model.name}: {len(blocks)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
-        f"microbatches of {inputs}, k = {config.k}, {count} of {len(machines.devices)} devices",
+        f"microbatches of {setup.plan.inputs}, k = {config.k}, {count} of {len(machines.devices)} devices"
+        f"{f' in each of {config.dp} replicas, whose all-reduces are not counted' if config.dp > 1 else ''}",
         "",
     ]
     rows.sort(key=lambda row: row.prediction.period)
@@ -197,7 +198,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         lines.append(NOT_TRAINED)
     if trained:
         best = recommend(trained)
-        several = ["--nproc", str(count)] if count > 1 else []
+        several = ["--nproc", str(count * config.dp)] if count * config.dp > 1 else []
         lines.append(f"recommended: {' '.join(best.setting())}")
         lines.append(f"to train: {shlex.join(['petra', 'train', *several, *overrides, *best.setting()])}")
         device = max(range(count), key=lambda j: best.memory[j].total)

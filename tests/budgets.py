@@ -31,17 +31,17 @@ ROOMS = {
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(700, 700),
-    ("petra/engine",): Budget(1_900, 1_900),
-    ("petra/engine/options",): Budget(1_566, 1_566),
+    ("petra/engine",): Budget(1_906, 1_906),
+    ("petra/engine/options",): Budget(1_687, 1_687),
     ("petra/staleness",): Budget(450, 450),
-    ("petra/training",): Budget(1_780, 1_780),
+    ("petra/training",): Budget(1_782, 1_782),
     ("petra/data",): Budget(1_910, 1_910),
     ("petra/models",): Budget(1_840, 1_840),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/huggingface",): Budget(1_260, 1_260),
     ("petra/diagnostics",): Budget(840, 840),
-    ("petra/cost_model",): Budget(1_520, 1_520),
+    ("petra/cost_model",): Budget(1_527, 1_527),
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_240, 1_240),
     ("launch/config",): Budget(810, 400),
@@ -56,7 +56,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_510, 25_908)
+BOTH = Budget(26_647, 26_045)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
@@ -65,7 +65,7 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(111, 111)
+KEYS = Budget(112, 112)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

@@ -190,6 +190,7 @@ def check(config: Config, process: Process) -> None:
     require(fixed, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
     if config.cluster.elastic:  # the run can lose replicas
         require(config.dp > 1, "cluster.elastic", "false without replicas (dp > 1)", "true")
+        require(not config.optim.rules.shard, "optim.shard", "false with cluster.elastic=true", "true")
         require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
         require(config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true")
         require(process.device(trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from petra.diagnostics.activation_memory import rounded
 from petra.engine.build import make_stage
 from petra.engine.endpoints import LossPort
+from petra.engine.options.sharding import divide, elements, keep_share
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
 from petra.engine.worker import Worker
@@ -164,8 +165,14 @@ def _count(
 
 
 def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | None, live: LiveBytes) -> tuple[int, int]:
-    """Return the bytes of the optimizer's states and of what remedies store, and the most that a second step adds for a moment."""
+    """Return the bytes of the optimizer's states and of what remedies store, and the most that a second step adds for a moment.
+
+    If optimizer states are divided over replicas, they are those of the replica that has most.
+    """
     begin, optimizer = live.now, recipe.optimizer(stage.module)
+    if recipe.rules.shard and run is not None:
+        shares = divide(stage.gradients.parameters, run.layout.dp)
+        keep_share(optimizer, shares, max(range(len(shares)), key=lambda i: elements(shares[i])))
     if run is not None:
         for remedy in recipe.remedies:
             remedy.parts(stage, optimizer, run, plan.index)  # hooks of the optimizer refer to them

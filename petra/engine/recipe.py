@@ -82,6 +82,10 @@ class Recipe:
             require(count in accepted, f"outputs of block {last.name}", f"{alternatives(accepted)} for {name}", count, ModelError)
         for remedy in self.remedies:
             remedy.check(method, self.rules, self.learning_rate)
+        if self.rules.shard:
+            from petra.engine.options.sharding import check_divisible
+
+            check_divisible(self.remedies)
         simultaneous = method.flush or not any(plan.delays)
         expected = f"false with method.delay={method.delay} and no flush, where stages update at different times"
         require(simultaneous or not self.rules.clip_globally, "optim.clip_globally", expected, "true")

@@ -22,6 +22,7 @@ class UpdateRules:
             ``dynamic`` halves the factor after an overflow and doubles it after
             :data:`petra.engine.options.loss_scale.GROWTH_INTERVAL` updates without one. Gradients travel between stages unscaled in
             float32, so each stage has a scale of its own.
+        shard: Divide the optimizer's state over replicas (docs/data_parallel.md). Results are equal bit for bit.
         nonfinite: Reaction to a non-finite gradient: ``stop`` the run, or ``skip`` the update of the stage. With a dynamic scale
             above 1, the update is skipped in either case.
 
@@ -33,6 +34,7 @@ class UpdateRules:
     clip_globally: bool = False
     average: Annotated[float | None, "> 0 and < 1"] = None
     loss_scale: Annotated[float | Literal["dynamic"] | None, "> 0"] = None
+    shard: Annotated[bool, "same results"] = False
     nonfinite: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:

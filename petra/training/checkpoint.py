@@ -124,7 +124,7 @@ class Checkpoints:
             if self._rank == 0:
                 self._make_draft(draft)
         with raise_on_all_ranks(self._group), self._named_errors(name):
-            if state:  # only the first replica has one
+            if state:  # of other replicas than the first, only divided optimizer state
                 with replaced(draft / f"{self._rank}{TENSORS}") as file:
                     torch.save({key: _compact(value) for key, value in state.items()}, file)
         with raise_on_all_ranks(self._group), self._named_errors(name):

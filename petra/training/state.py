@@ -25,11 +25,13 @@ from petra.training.weight_files import State, load_into, read_tensors
 def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
     """Return the state of this process's blocks. The pipeline must be drained; most tensors are its own, not copies.
 
-    The first replica holds the whole state (:meth:`petra.engine.options.replicas.Replicas.synchronize`). The others return nothing,
-    unless ``every_replica`` asks for it: their accumulated gradients are complete only if replicas may be lost.
+    The first replica holds the whole state (:meth:`petra.engine.options.replicas.Replicas.synchronize`), except for optimizer state
+    that is divided over replicas: each returns its own. Otherwise the others return nothing, unless ``every_replica`` asks for it:
+    their accumulated gradients are complete only if replicas may be lost.
     """
     state: State = {}
-    if pipeline.replicas is not None and not (pipeline.replicas.first or every_replica):
+    whole = pipeline.replicas is None or pipeline.replicas.first or every_replica
+    if not (whole or pipeline.recipe.rules.shard):
         return state
     for worker in pipeline.workers.values():
         kinds, numbers = kinds_of(worker), numbers_of(worker)
@@ -41,7 +43,7 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
                     if p in values:
                         state["/".join([block, part, name, *([rest] if rest else [])])] = values[p].detach()
             state |= {f"{block}/update/{key}": torch.tensor(n, dtype=torch.float64) for key, n in numbers.items()}
-    return state
+    return state if whole else {key: value for key, value in state.items() if key.split("/")[1] == "optimizer"}
 
 
 def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, source: str) -> None:

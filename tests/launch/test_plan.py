@@ -88,8 +88,10 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     recommended = re.search(r"recommended: (.*)", out).group(1).split()  # type: ignore[union-attr]
     pasted = shlex.split(re.search(r"to train: (.*)", out).group(1))  # type: ignore[union-attr]
     assert pasted == ["petra", "train", "--nproc", "4", *SMALL, "k=8", *recommended]
-    main(["--devices", "10", *SMALL])
-    assert "trainer.stages" not in capsys.readouterr().out, "each block is a stage by default"
+    main(["--devices", "10", *SMALL, "dp=2", "optim.shard=true"])
+    replicated = capsys.readouterr().out
+    assert "trainer.stages" not in replicated, "each block is a stage by default"
+    assert "to train: petra train --nproc 20 model=revnet18 " in replicated
     device, parts = re.search(r"fullest device, (\d), in GB: (.*)", out).groups()  # type: ignore[union-attr]
     overrides = [*SMALL, "k=8", *recommended, "trainer.transport=lockstep"]
     setup = set_up(compose_overrides(overrides), Process(rank=0, world=4, local_rank=0, local_world=4))

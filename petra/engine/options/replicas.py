@@ -150,6 +150,10 @@ class Replicas:
             replicas = self._stages[worker.index] = ReplicaSum(worker, self.sums)
             worker.stage.gradients.on_block = replicas.start
             worker.update.parts.insert(0, replicas)
+            if worker.update[FiniteCheck].rules.shard:
+                from petra.engine.options.sharding import divide_state
+
+                divide_state(worker, self._dp_group)
 
     def synchronize(self) -> None:
         """Combine the states of all replicas of a drained pipeline into one that can be resumed with any number of replicas.
