@@ -28,5 +28,18 @@ class MessageFormat(NamedTuple):
     backward: bool = True
 
 
-MESSAGE_FORMATS = {"bf16": MessageFormat("bfloat16")}
+def _to_bytes(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a tensor divided by its scale, rounded to integers from -127 to 127, and the scale, its largest magnitude / 127.
+
+    A value that is not finite makes the scale not finite, and so every value that arrives.
+    """
+    low, high = tensor.aminmax()
+    scale = high.maximum(-low).float().view(1).div(127).clamp(min=1e-30)  # zeros have a scale, too
+    return (tensor / scale).round(), scale
+
+
+MESSAGE_FORMATS = {
+    "bf16": MessageFormat("bfloat16"),
+    "int8": MessageFormat("int8", _to_bytes, lambda parts, dtype: (parts[0] * parts[1]).to(dtype), factors=1, backward=False),
+}
 """Formats by name: values of ``trainer.streams`` and of ``Numerics.wire``."""

@@ -27,7 +27,7 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_600, 1_530),
+    ("petra/*.py",): Budget(1_613, 1_543),
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(700, 700),
@@ -56,7 +56,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_647, 26_045)
+BOTH = Budget(26_660, 26_058)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -133,8 +133,8 @@ class TrainerConfig:
         transport: auto; local (one process); lockstep or edge (several processes); on GPUs, auto selects lockstep, and edge can
             hang.
         precision: Type of convolutions and matrix products: float32, bf16 or fp16; streams stay in float32.
-        streams: float32; exact: round both terms of the sums in reversible blocks, so that, with unchanged weights, reconstruction
-            is exact bit for bit; bf16: send streams and gradients between stages in bf16, which halves messages and rounds streams.
+        streams: float32; exact: round terms of sums in reversible blocks, so that, with unchanged weights, reconstruction is exact
+            bit for bit; bf16: send streams and gradients in bf16; int8: send streams forward as int8 with one scale per tensor.
         label_smoothing: Label smoothing of the training loss.
         bootstrap: null: the training loss is a mean over all pixels; or the fraction of the pixels of each image with the highest
             losses that count, such as 0.25 (online bootstrapping).

@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "remedies": {"remedy": Remedy(9, 0.3, "difference", 1.5, True, 0.9)},
     "exact streams": {"numerics": Numerics(exact_streams=True)},
     "wire": {"numerics": Numerics(wire="bf16")},
+    "int8": {"numerics": Numerics(wire="int8")},
     "refetch": {},
 }
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from petra import Keep, ModelError, Numerics
 from petra.cost_model.costs import count_blocks, pipeline_costs
 from petra.errors import CommunicationError
-from petra.message_formats import MESSAGE_FORMATS, MessageFormat
 from petra.plan.messages import Boundary, boundary
 from petra.plan.timetable import Op, Step
 from petra.specs import TensorSpec
@@ -76,12 +75,8 @@ def test_smaller_types_on_the_wire_round_alike_in_and_between_processes(channels
     assert "float32[2, 3, 5, 4] as bf16" in str(image)
 
 
-def test_a_format_is_declared_in_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes with one factor for each tensor, in forward messages only: boundaries, packing and cost model follow the table."""
-    to_bytes = MessageFormat(
-        "int8", lambda t: (127 * t / t.abs().max(), t.abs().max().view(1) / 127), lambda p, dtype: p[0].to(dtype) * p[1], 1, False
-    )
-    monkeypatch.setitem(MESSAGE_FORMATS, "int8", to_bytes)
+def test_int8_travels_forward_with_one_scale_per_tensor() -> None:
+    """Boundaries, packing and cost model take the bytes from the table of formats."""
     numerics, image, x = Numerics(wire="int8"), TensorSpec((2, 3, 5, 4), torch.float32), torch.randn(2, 3, 5, 4)
     found = boundary([image, image], Keep.NOTHING, numerics, metrics=1)
     assert (found.forward_bytes, found.backward_bytes) == (2 * (120 + 4), 4 * 4 * 120)
@@ -89,7 +84,15 @@ def test_a_format_is_declared_in_one_table(monkeypatch: pytest.MonkeyPatch) -> N
     downstream.send(0, ((x, -x),))
     (received,) = packing.unpack(packing.pack(((x, -x),)))
     assert_equal(upstream.receive(0)[0], received)
-    assert 0 < (received[0] - x).abs().max() <= x.abs().max() / 127
+    assert_equal((received[1],), (-received[0],))
+    scale = x.abs().max() / 127
+    assert torch.equal(received[0], torch.fake_quantize_per_tensor_affine(x, scale, torch.tensor(0), -127, 127))
+    assert packing.bytes == 2 * (128 + 64)  # both parts aligned to 64
+    zeros, infinite = torch.zeros_like(x), torch.where(x == x.max(), torch.inf, x)
+    downstream.send(1, ((zeros, infinite),))
+    (arrived,) = upstream.receive(1)
+    assert torch.equal(arrived[0], zeros)
+    assert not arrived[1].isfinite().any()
     costs = pipeline_costs([[b] for b in count_blocks(mixed_net(), RandomSource().spec, numerics)], [[Keep.INPUT]] * 6)
     assert costs[1].forward_bytes < costs[2].backward_bytes / 7  # float64
 
