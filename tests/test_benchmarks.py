@@ -52,9 +52,9 @@ def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
     found = Counter()
     for cell in GRID:
         inputs = TensorSpec((WINDOWS // cell.k, WINDOW), torch.int64)
-        first = make_plan(cell.make_model(), inputs, method=cell.make_method(), k=cell.k).stages[0]
-        found[cell.stages, cell.method, round(first.staleness, 1)] += 1
-        Recipe(cell.make_optimizer(), remedies=cell.make_remedies()).check(cell.make_method(), ())
+        plan = make_plan(cell.make_model(), inputs, method=cell.make_method(), k=cell.k)
+        found[cell.stages, cell.method, round(plan.stages[0].staleness, 1)] += 1
+        Recipe(cell.make_optimizer(), remedies=cell.make_remedies()).check(plan)
     assert {(j, method, s) for j, method, s in found if j == 16 and method in ("dsp", "delayed")} == {
         (16, method, s) for method in ("dsp", "delayed") for s in (0.9, 1.9, 3.8, 7.5)
     }
