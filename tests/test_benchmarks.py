@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import pipelines, reversible_sequence
+from benchmarks import fine_tuning, pipelines, reversible_sequence
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.staleness import __main__ as command
 from benchmarks.staleness import cells, figures, train
@@ -125,6 +125,15 @@ def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
         return torch.cat([source.inputs(m) for m in range(2 * k)])
 
     assert all(torch.equal(windows(4), windows(k)) for k in (8, 16, 32))
+
+
+def test_the_table_of_fine_tuning_is_that_of_the_records() -> None:
+    records = [
+        json.loads(path.read_text()) for path in sorted((Path(fine_tuning.__file__).parent / "fine_tuning_records").glob("*.json"))
+    ]
+    page = (Path(fine_tuning.__file__).parents[1] / "docs" / "huggingface.md").read_text()
+    for row in fine_tuning.table(records).split("\n\n")[0].splitlines():
+        assert row in page
 
 
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
