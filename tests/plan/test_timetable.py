@@ -1,8 +1,8 @@
-"""Rounds of the timetable against a plain search step by step."""
+"""Rounds of the timetable against a plain search step by step, and orders of steps that never deadlock, or do."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, product
+from itertools import groupby, pairwise, product
 from random import Random
 
 import pytest
@@ -18,6 +18,7 @@ from petra.plan.timetable import (
     in_flight,
     training_rounds,
 )
+from tests.support.orders import check_orders
 
 F, B = Op.FORWARD, Op.BACKWARD
 Grouped = list[list[tuple[int, Op, int]]]
@@ -115,6 +116,42 @@ def random_case(seed: int) -> tuple[Method, int, int, int, int]:
     flush = random.random() < 0.3
     made = method(delay, flush, fill=flush and random.random() < 0.5)
     return made, stages, random.randint(1, 5), random.randint(0, 40), random.randint(0, 9)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_processes_with_blocking_messages_finish(seed: int) -> None:
+    """Each stage in a process of its own, and several stages in a process, which runs them round by round."""
+    made, stages, k, microbatches, start = random_case(seed)
+    between, delays = made.boundary_delays(stages - 1), made.delays(stages, k)
+    check_training(delays, between)
+    check_orders(staged(orders(made, stages, k, microbatches, start)), between)
+    cuts = sorted(Random(seed).sample(range(1, stages), Random(seed).randint(1, stages) - 1))
+    rounds = training_rounds(delays, between, start, start + microbatches, k if made.flush else None)
+    steps = [(step.stage, step.op, offset + step.microbatch) for offset, round_ in rounds for step in round_]
+    owners = [range(a, b) for a, b in pairwise([0, *cuts, stages])]
+    check_orders([[step for step in steps if step[0] in owner] for owner in owners], between)
+
+
+def staged(orders: Iterable[Iterable[tuple[Op, int]]]) -> list[list[tuple[int, Op, int]]]:
+    return [[(stage, op, m) for op, m in order] for stage, order in enumerate(orders)]
+
+
+def deadlocked(*rows: str) -> list[list[tuple[int, Op, int]]]:
+    return staged([(Op(word[0]), int(word[1:])) for word in row.split()] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("rows", "between", "message"),
+    [
+        (("F0 B0 F1 B1", "F0 F1 B0 B1"), [0], "stage 1 waits to run B0, stage 2 waits to run F1"),
+        (("F0 B0", "F0 B0", "F0 B0 F1 B1"), [0, 0], "deadlocks: stage 3 waits to run F1"),
+        (("F0 B0", "B0 F0"), [0], "stage 2: backward of microbatch 0 comes before its forward"),
+        (("F0 F1 F2 B0 B1 B2", "F0 B0 F2 F1 B1 B2"), [0], "deadlocks"),
+    ],
+)
+def test_check_finds_deadlocks(rows: tuple[str, ...], between: list[int], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_orders(deadlocked(*rows), between)
 
 
 def test_accumulation_bounds_the_updates_between_forward_and_backward() -> None:
