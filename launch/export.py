@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> None:
     with this_process() as process:
         weights, config = read_run(options, options.words, process)
         expected = "a run with model=huggingface (trainer.export=safetensors writes the weights of any run)"
-        require(config.model.name == "pretrained", "command line", expected, config.model.name)
+        require(config.model.name == "huggingface", "command line", expected, config.model.name)
         from petra.huggingface import save_pretrained
 
         chosen = config.model.options

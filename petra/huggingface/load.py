@@ -26,7 +26,7 @@ from petra.reversible import seeded
 MODELS = ", ".join(DECODERS)
 
 
-def pretrained(
+def huggingface(
     path: Path,
     classes: int = 256,
     size: int = 256,

@@ -28,7 +28,7 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
             gets the weights.
         state: Weights of the whole network by ``<block>.<name>`` (:meth:`petra.Pipeline.state_dict` of all processes).
         folder: Folder of the new checkpoint, new or empty.
-        lora: Rank of the adapters of :func:`petra.huggingface.load.pretrained`, or None.
+        lora: Rank of the adapters of :func:`petra.huggingface.load.huggingface`, or None.
 
     Raises:
         ConfigError: If ``folder`` has files, or ``source`` can't be read.

@@ -32,7 +32,7 @@ Every builder takes ``classes``. Builders that depend on the side of the images 
 other arguments are options, which the configuration reads from the builders' signatures.
 """
 
-TOKEN_MODELS = ("gpt", "revgpt", "pretrained")
+TOKEN_MODELS = ("gpt", "revgpt", "huggingface")
 """Names of the models that take tokens: ours, and that of petra.huggingface.load. The others take images."""
 
 __all__ = [

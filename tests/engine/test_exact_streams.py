@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from petra import BlockSpec, Keep, Model, ModelError
 from petra.engine.build import make_stage
 from petra.engine.options.exact_streams import OnGrid
-from petra.plan.layout import make_layout
+from petra.plan import make_plan
 from petra.reversible import (
     Coupling,
     Grid,
@@ -91,9 +91,8 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
     with pytest.raises(ModelError, match="exact_streams: expected reversible blocks that override enable_exact_streams, got Other"):
         ReversibleSequence([Other(nn.Identity(), nn.Identity())], grid=Grid())
     own = Model("own", (BlockSpec("stem", lambda: Stem(2)), BlockSpec("other", lambda: Other(nn.Identity(), nn.Identity()))))
-    layout = make_layout(own, RandomSource(dtype=torch.float32).spec, None, processes=2)
     with pytest.raises(ModelError, match=r"exact_streams: .* block other.* enable_exact_streams"):
-        layout.check(exact=True)
+        make_plan(own, RandomSource(dtype=torch.float32).spec, processes=2, numerics=EXACT)
     half, spec = mixed_net(dtype=torch.bfloat16), RandomSource(dtype=torch.bfloat16).spec
     with pytest.raises(ModelError, match=r"exact_streams: expected .*, got torch\.bfloat16"):
         make_pipeline(half, spec, optimizer=sgd, numerics=EXACT)

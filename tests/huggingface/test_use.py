@@ -35,7 +35,7 @@ SHORT = ["trainer.limit_batches=8", "trainer.device=cpu", "trainer.sample=4"]
 
 def page_commands() -> Iterator[list[str]]:
     """Yield the words of the page's commands after ``petra``, with the sizes of the tiny checkpoint, for one process."""
-    (block,) = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
+    block, *_ = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     for line in block.replace("\\\n", "").splitlines():
         words = shlex.split(line)
         if words[0] == "petra":

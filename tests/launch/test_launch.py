@@ -50,6 +50,9 @@ def test_every_file_of_every_group_works(group: Path) -> None:
         assert planned("data=segmentation", "model=deeplabv3").plan.inputs == TensorSpec((8, 3, 512, 512), torch.float32)
     elif group.parent.name == "data" and group.stem in ("text", "tokens"):
         assert planned(f"data={group.stem}", "model=revgpt").plan.inputs.dtype == torch.int64
+    elif group.stem == "huggingface":
+        with pytest.raises(ConfigError, match=r"model\.path: expected a text, got nothing"):
+            planned("data=text", "model=huggingface")
     elif "gpt" in group.stem:
         assert planned("data=text", f"model={group.stem}").plan.inputs == TensorSpec((64, 256), torch.int64)
     else:
@@ -92,7 +95,7 @@ def test_remedies_are_built_in_microbatches_and_those_outside_the_package_are_na
         ("trainer.memory_limit=2", "trainer.memory_limit: expected null, or a number > 0 with .*, got 2"),
         ("init_skip=[head]", r"init_skip: expected null without init_from, got \['head'\]"),
         ("resume_change=[k]", r"resume_change: expected null without resume, got \['k'\]"),
-        ("data=text model=revnet18", "model: expected gpt or revgpt with data=text, got revnet18"),
+        ("data=text model=revnet18", "model: expected gpt, revgpt or huggingface with data=text, got revnet18"),
         ("model=deeplabv3", "model: expected a model of images with data=digits, got deeplabv3"),
         ("data=segmentation model=deeplabv3 data.size=30", "data.height: expected a multiple of 8 with model=deeplabv3, got 30"),
         ("data=cityscapes model=deeplabv3 data.void=3", "data.void: expected null for cityscapes, .*, got 3"),
