@@ -39,11 +39,14 @@ class Watchdog(Hook):
     def __init__(self, workers: Mapping[int, Worker], rank: int, seconds: float = 60.0, *, quiet: int = 1) -> None:
         self.seconds, self._workers, self._rank, self._quiet = seconds, workers, rank, quiet
         self._first, self._step = min(workers, default=-1), (0, 0, 0)
-        self._round, self._began, self._slowest, self._run = 0, 0.0, 0.0, 0
+        self._round, self._began, self._slowest, self._ended = 0, 0.0, 0.0, threading.Event()
 
     def train_begin(self, start: int, stop: int) -> None:
-        self._round, self._run = 0, self._run + 1
-        threading.Thread(target=self._watch, args=(threading.get_ident(), self._run), name="watchdog", daemon=True).start()
+        self._round, self._ended = 0, threading.Event()
+        threading.Thread(target=self._watch, args=(threading.get_ident(), self._ended), name="watchdog", daemon=True).start()
+
+    def train_end(self) -> None:
+        self._ended.set()
 
     def receive_begin(self, stage: int, peer: int, m: int) -> None:
         self._step = stage, peer, m
@@ -53,11 +56,10 @@ class Watchdog(Hook):
                 self._slowest = max(self._slowest, now - self._began)
             self._round, self._began = self._round + 1, now
 
-    def _watch(self, trainer: int, run: int) -> None:
+    def _watch(self, trainer: int, ended: threading.Event) -> None:
         """Watch a training run of the thread ``trainer`` until it ends, with or without an error."""
         reported = self._quiet
-        while run == self._run:
-            time.sleep(min(self.seconds / 4, 5.0))
+        while not ended.wait(min(self.seconds / 4, 5.0)):
             number, elapsed = self._round, time.monotonic() - self._began
             stacks = {
                 thread: [f"{f.f_code.co_filename}:{line} {f.f_code.co_name}" for f, line in walk_stack(frame)]
