@@ -100,11 +100,9 @@ def from_pretrained(
     """
     named = isinstance(source, str | os.PathLike)
     rows, model = row_names(fields), loaded(source) if named else source
-    if hasattr(model, "get_base_model"):  # of peft
-        model = model.get_base_model()
+    model = base_of(model)
     parts, added = untied(split(model, rows, delimiter))
-    if added and _first_process():
-        print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", file=sys.stderr)
+    report_untied(added)
     specs = Model.of(type(model).__name__, parts)
     dtype = torch.float32 if named and dtype is None else dtype
     built = {spec.name: partial(_built, parts[spec.name], spec.build, dtype) for spec in specs.blocks}
@@ -149,6 +147,17 @@ def quiet(path: object) -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+def base_of(model: Any) -> Any:
+    """Return the model of ``transformers`` inside a model of ``peft``; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def report_untied(added: int) -> None:
+    """Print, in the first process only, how many parameters were added because embedding and head shared weights."""
+    if added and _first_process():
+        print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", file=sys.stderr)
 
 
 def untied(blocks: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], int]:

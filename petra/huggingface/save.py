@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from petra.errors import ModelError, first_line, require
 from petra.huggingface.inputs import FIELDS
-from petra.huggingface.load import adapted, loaded, quiet
+from petra.huggingface.load import adapted, base_of, loaded, quiet
 from petra.huggingface.split import split
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model")
@@ -39,7 +39,7 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
     named = isinstance(source, str | Path)
     whole: Any = loaded(source) if named else source
     whole = whole if lora is None else adapted(whole, lora)
-    model = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
+    model = base_of(whole)
     untie(model)
     for name, block in split(model, FIELDS[:1], None).items():
         own = {key.removeprefix(f"{name}."): t for key, t in state.items() if key.startswith(f"{name}.")}

@@ -28,7 +28,7 @@ from petra.errors import require
 from petra.huggingface.arguments import WeightedLoss, check_arguments, marked, optimizer, rates
 from petra.huggingface.batches import Form, TrainBatches
 from petra.huggingface.inputs import FIELDS
-from petra.huggingface.load import from_pretrained
+from petra.huggingface.load import base_of, from_pretrained, report_untied
 from petra.huggingface.save import untie
 from petra.huggingface.split import DECODERS, split
 from petra.method import Method
@@ -98,9 +98,8 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         self._rates, self._last = [0.0], 0
         self._sum: Tensor | float = 0.0
         self.control: Any = self.control  # of Trainer
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        if (added := untie(base)) and self.is_world_process_zero():
-            print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", flush=True)
+        base = base_of(self.model)
+        report_untied(untie(base))
         self.form, inputs = self._probe(base, max_length)
         self.pipeline = self._pipeline(base, inputs, method, stages, loss_rows, remedies)
 
