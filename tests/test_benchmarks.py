@@ -140,7 +140,13 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     """The page has the table that the records give. Interval of the differences 1, 2 and 3: 2 ± 4.303 · 1 / √3 (Student's t)."""
     folder = Path(figures.__file__).parent
     records = figures.read_all(folder / "records")
-    assert figures.results(records) in (folder / "README.md").read_text(encoding="utf-8")
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    assert figures.results(records) in page
+    for staleness, k in (("1.88", 16), ("3.75", 8), ("7.50", 4)):
+        petra, dsp, late = (figures.final(records[f"j16_{method}_k{k}_adamw"]) for method in ("petra", "dsp", "delayed"))
+        pairs = ((late, figures.final(records["j16_backprop_k8_adamw"])), (dsp, late), (petra, dsp))
+        parts = [figures.difference(*pair) or (0, 0) for pair in pairs]
+        assert f"| {staleness} | {' | '.join(f'{mean:.2f} ± {half:.2f}' for mean, half in parts)} |" in page
     assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
     figures.draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
