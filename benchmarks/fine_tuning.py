@@ -241,21 +241,28 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 
 def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the mean validation loss of final runs against tokens, with the range of the seeds."""
+    """Draw validation losses of final runs against tokens, and their differences from ``plain`` with intervals of 95 %."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="tokens", ylabel="loss on the validation part")
-    for cell in CELLS:
-        curves = [record["val"] for record in found if record["cell"] == cell.name and "test" in record]
-        if curves:
-            tokens = [point[0] for point in curves[0]]
-            losses = [[curve[i][1] for curve in curves] for i in range(len(tokens))]
-            means = [statistics.fmean(values) for values in losses]
-            axes.plot(tokens, means, marker="o", label=f"{cell.method}, k = {cell.k}")
-            axes.fill_between(tokens, [min(values) for values in losses], [max(values) for values in losses], alpha=0.2)
-    axes.grid(alpha=0.3)
-    axes.legend()
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    final = {cell: [record for record in found if record["cell"] == cell.name and "test" in record] for cell in CELLS}
+    plain = {record["seed"]: record["val"] for record in final[CELLS[0]]}
+    for cell, records in final.items():
+        curves = {record["seed"]: record["val"] for record in records}
+        tokens = [point[0] for curve in [*curves.values()][:1] for point in curve]
+        columns = [{seed: curve[i][1] for seed, curve in curves.items()} for i in range(len(tokens))]
+        label = f"{cell.method}, k = {cell.k}"
+        (line,) = left.plot(tokens, [statistics.fmean(column.values()) for column in columns], marker="o", label=label)
+        pairs = [difference(column, {seed: plain[seed][i][1] for seed in plain}) for i, column in enumerate(columns)]
+        if cell is not CELLS[0] and None not in pairs:
+            means, widths = zip(*filter(None, pairs), strict=True)
+            right.errorbar(tokens, means, widths, marker="o", capsize=3, label=label, color=line.get_color())
+    left.set(xlabel="tokens", ylabel="loss on the validation part")
+    right.set(xlabel="tokens", ylabel="above plain, same seeds (95 % interval)")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
     figure.savefig(path)
 
 
