@@ -145,8 +145,7 @@ class Model:
         _check_distinct(name, modules)
         every = [m for module in modules.values() for m in module.modules()]
         training = not every or any(m.training for m in every)
-        expected = "modules in training mode (call .train(); .eval() freezes single layers)"
-        require(training, f"model {name}", expected, "none", ModelError)
+        require(training, f"model {name}", "modules in training mode (call .train(); .eval() freezes layers)", "none", ModelError)
         return Model(name, tuple(BlockSpec(key, partial(_copied, module)) for key, module in modules.items()))
 
     def build_block(self, index: int, seed: int) -> nn.Module:
@@ -178,8 +177,7 @@ class Model:
             raise invalid("inputs", "a shape that a tensor can have", f"{inputs} ({first_line(error)})", ModelError) from error
         profiles: list[BlockProfile] = []
         known: dict[Hashable, tuple[BlockProfile, Streams]] = {}
-        built: dict[str, nn.Module] = {}
-        kinds = Counter[Hashable]()
+        built, kinds = dict[str, nn.Module](), Counter[Hashable]()
         for spec in self.blocks:
             kinds[spec.kind] += 1
             key = (spec.kind, tuple(TensorSpec(tuple(t.shape), t.dtype) for t in streams))

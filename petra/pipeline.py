@@ -194,7 +194,10 @@ class Pipeline:
         microbatches = self._set_data(data, 0, microbatches, training=False)
         with self.averaged(), evaluating(self.stages.values()):
             self._executor.evaluate(microbatches)
-        return self._result(self.loss_port.totals)
+        result = self._result(self.loss_port.totals)
+        if self.rank == 0 and microbatches and not (result.targets and isfinite(result.loss)):
+            log.warning("evaluation: expected targets with a finite loss, got %d with the loss %s", result.targets, result.loss)
+        return result
 
     def _result(self, totals: Tensor) -> Result:
         """All-reduce a sum of reports, and return its result."""

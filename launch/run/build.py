@@ -22,6 +22,7 @@ from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS, ConfusionMatrix, bootstrapped_cross_entropy
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
+from petra.message_formats import MESSAGE_FORMATS
 from petra.method import Method
 from petra.model import Model
 from petra.models import MODELS, TOKEN_MODELS
@@ -194,9 +195,9 @@ def check(config: Config, process: Process) -> None:
         require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
         require(config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true")
         require(process.device(trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
-        require(trainer.streams != "exact", "trainer.streams", "another value with cluster.elastic=true", "exact")
-        automatic = AUTO in (trainer.stages, config.method.delay)
-        require(not automatic, "cluster.elastic", "false with automatic settings", "true")
+        others = alternatives(["float32", *MESSAGE_FORMATS])
+        require(trainer.streams != "exact", "trainer.streams", f"{others} with cluster.elastic=true", "exact")
+        require(AUTO not in (trainer.stages, config.method.delay), "cluster.elastic", "false with automatic settings", "true")
     selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
     require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", trainer.bootstrap)
     optimizer, rules = config.optim.options, config.optim.rules

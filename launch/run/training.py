@@ -110,8 +110,8 @@ class TrainingRun:
         self.setup = setup = tune_setup(setup, process, start.facts.get("chosen"))
         config = setup.config
         train, test = setup.data(replicas)
-        preparation = None if train.preparation is None else asdict(train.preparation)
-        self._data_facts = {"preparation": preparation, "vocabulary": train.vocabulary}
+        prepared = None if train.preparation is None else asdict(train.preparation)
+        facts = {"config": as_data(config), "chosen": setup.choices, "preparation": prepared, "vocabulary": train.vocabulary}
         limit = config.trainer.limit_batches
         batches = limited(train.batches_per_epoch, limit)
         self.pipeline = setup.pipeline(batches, replicas)
@@ -127,7 +127,7 @@ class TrainingRun:
             self.folder / CHECKPOINTS,
             config.checkpoint.keep,
             every=config.checkpoint.every,
-            facts={"config": as_data(config), "chosen": setup.choices, **self._data_facts},
+            facts=facts,
             background=True,
             timeout=config.trainer.timeout,
         )
@@ -153,7 +153,7 @@ class TrainingRun:
         """Export the weights and write the summary."""
         config, history = self.setup.config, self.trainer.history
         if config.trainer.export != "none":
-            suffix, facts = FORMATS[config.trainer.export], {**self._data_facts, "epochs": len(history)}
+            suffix, facts = FORMATS[config.trainer.export], {**self.checkpoints.facts, "epochs": len(history)}
             export(self.pipeline, self.folder / f"model{suffix}", facts)
             if config.optim.rules.average is not None:
                 with self.pipeline.averaged():

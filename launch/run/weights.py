@@ -24,7 +24,7 @@ from petra.training.weight_files import HASH, State
 from ..config.schema import Config, Section
 from ..runtime.rank import Process
 from .build import Setup, model_of, set_numerics, set_up
-from .folder import CHECKPOINTS, CONFIG
+from .folder import CHECKPOINTS, CONFIG, changes_results, differences, load_config
 
 AVERAGE = "average"
 """Name under a checkpoint's folder that asks for its moving average instead of its weights. There is no such file."""
@@ -145,6 +145,9 @@ class Weights:
         """
         lines = [f"weights of {self}"]
         if folder is not None:
+            now = load_config(folder / CONFIG)
+            if changed := [*filter(changes_results, differences(self.facts.get("config", now), now))]:
+                lines.append(f"warning: they were trained with another {', '.join(changed)} than {folder / CONFIG} has")
             beside = self.path / AVERAGE if self.checkpoint else self.path.with_name(f"ema{self.path.suffix}")
             optim = self.facts.get("config", {}).get("optim", {})
             if optim.get("average") is not None if self.checkpoint else beside.exists() and Weights(beside).clock == self.clock:

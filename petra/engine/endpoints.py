@@ -12,7 +12,7 @@ from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
 from petra.errors import ModelError, first_line, invalid, require
-from petra.specs import Message, Streams, TensorSpec, detached
+from petra.specs import IGNORED, Message, Streams, TensorSpec, are_integers, detached
 from petra.torch_private import storage_key, vector_jacobian_products
 
 Read = Callable[[int], Tensor]
@@ -231,11 +231,14 @@ def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
         value = loss(*output, targets)
     except (IndexError, ValueError, RuntimeError) as error:
         *_, (innermost, _) = walk_tb(error.__traceback__)
-        if "memory" in str(error) or not innermost.f_globals["__name__"].startswith(("torch.", "petra.")):
+        classes = range(output[0].shape[1] if output[0].dim() > 1 and are_integers(targets) and targets.is_cpu else 0)
+        outside = bool(classes) and not {*targets.flatten().tolist()} <= {IGNORED, *classes}
+        if "memory" in str(error) or not (outside or innermost.f_globals["__name__"].startswith(("torch.", "petra."))):
             raise  # no fault of the targets, but of the loss itself
         span = f" from {targets.min()} to {targets.max()}" if targets.is_cpu and targets.numel() else ""
         forms = [str(TensorSpec(tuple(t.shape), t.dtype)) for t in (output[0], targets)]
-        raise invalid("targets", f"some that fit {forms[0]}", f"{forms[1]}{span} ({first_line(error)})", ModelError) from error
+        expected = f"some that fit {forms[0]}" + (f", from 0 to {classes[-1]}" if outside else "")
+        raise invalid("targets", expected, f"{forms[1]}{span} ({first_line(error)})", ModelError) from error
     _require_scalar("loss", value)
     return value
 

@@ -81,7 +81,10 @@ class Coupling(ReversibleBlock):
         self._trained: list[nn.Parameter] | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
-        y2 = x1 + self._rounded(self._evaluate(x2, context, seed))
+        f = self._evaluate(x2, context, seed)
+        if f.shape != x1.shape:
+            raise invalid("f", f"a function with outputs of the shape of its stream, {[*x1.shape]}", [*f.shape], ModelError)
+        y2 = x1 + self._rounded(f)
         if self.grid is not None:
             self.grid.record(y2)
         return x2, y2, *context

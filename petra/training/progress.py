@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from math import isfinite
 
 from torch import Tensor
 from tqdm import tqdm
@@ -76,8 +75,6 @@ class Lines(Watcher):
         print(f"epoch {row['epoch']}/{self.epochs}: {train}; test {test}; {speed}, {row['seconds']:.1f} s", flush=True)
         if "sample" in row:
             print(f"  sample: {row['sample']!r}", flush=True)
-        if not isfinite(row["test_loss"]):
-            print(f"warning: the test loss of epoch {row['epoch']} is {row['test_loss']}", file=sys.stderr, flush=True)
 
 
 def means_text(means: Mapping[str, float]) -> str:

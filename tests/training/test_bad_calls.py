@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from launch.run.folder import CONFIG, METRICS, SUMMARY, RunFolder
+from launch.run.folder import CONFIG, FORMAT, METRICS, SUMMARY, RunFolder
 from launch.run.weights import Weights
 from petra import Model, PetraError, Pipeline, Recipe
 from petra.data import EvalSource, TrainSource, load_dataset
+from petra.reversible import Coupling
 from petra.training import Checkpoints, MultiStep, Trainer, export, load, newest, restore
 from petra.training.loggers import WandbLogger
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
@@ -64,20 +65,43 @@ ROWS = len(RandomSource().inputs(0))
 
 def test_a_fault_in_a_loss_is_not_one_of_the_targets() -> None:
     with pytest.raises(IndexError, match="list index out of range"):
-        run(loss=lambda y, t: [y.sum()][1])
+        run(torch.tensor([0, 2, -100]).repeat(ROWS)[:ROWS], loss=lambda y, t: [y.sum()][1])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "found"), [(1.0, -100, "0 with the loss 0.0"), (float("nan"), 0, f"{2 * ROWS} with the loss nan")]
+)
+def test_an_evaluation_without_targets_or_a_finite_loss_is_a_warning(
+    inputs: float, targets: int, found: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    source: Any = SimpleNamespace(
+        inputs=lambda m: torch.full_like(RandomSource().inputs(0), inputs), targets=lambda m: torch.full((ROWS,), targets)
+    )
+    build().evaluate(source, 2)
+    assert caplog.messages == [f"evaluation: expected targets with a finite loss, got {found}"]
+    build().evaluate(RandomSource(), 2)
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         *(
-            (lambda path, t=targets: run(t), rf"targets: expected some that fit float64\[{ROWS}, 3\], got {got}")
+            (lambda path, t=targets: run(t), rf"targets: expected some that fit float64\[{ROWS}, 3\], {got}")
             for targets, got in (
-                (torch.arange(1, ROWS + 1), rf"int64\[{ROWS}\] from 1 to {ROWS} \(Target . is out of bounds"),
-                (torch.full((ROWS,), -1), rf"int64\[{ROWS}\] from -1 to -1 \(Target -1"),
-                (torch.zeros(ROWS, dtype=torch.float64), rf"float64\[{ROWS}\] from 0.0 to 0.0"),
-                (torch.zeros(ROWS, 1, dtype=torch.long), rf"int64\[{ROWS}, 1\]"),
+                (torch.arange(1, ROWS + 1), rf"from 0 to 2, got int64\[{ROWS}\] from 1 to {ROWS} \(Target . is out of bounds"),
+                (torch.full((ROWS,), -1), rf"from 0 to 2, got int64\[{ROWS}\] from -1 to -1 \(Target -1"),
+                (torch.zeros(ROWS, dtype=torch.float64), rf"got float64\[{ROWS}\] from 0.0 to 0.0"),
+                (torch.zeros(ROWS, 1, dtype=torch.long), rf"got int64\[{ROWS}, 1\]"),
             )
+        ),
+        (  # a function in C, called by a loss that is not torch's
+            lambda path: run(torch.full((ROWS,), 3), loss=lambda y, t: -y.gather(1, t[:, None]).mean()),
+            r"targets: expected some that fit .*, from 0 to 2, got .* from 3 to 3 \(index 3 is out of bounds",
+        ),
+        (
+            lambda path: Coupling(nn.Linear(4, 1))(torch.ones(2, 4), torch.ones(2, 4)),
+            r"f: .* stream, \[2, 4\], got \[2, 1\]",
         ),
         (lambda path: run(loss=lambda y, t: torch.zeros(())), "loss: expected a function of the output"),
         *(
@@ -124,7 +148,7 @@ def test_the_name_of_a_checkpoint_is_its_clock_and_a_score_is_finite(tmp_path: P
         restore(build(), tmp_path / "000000002")
 
 
-def test_weights_are_numbers_and_exports_of_a_run_are_equal(tmp_path: Path) -> None:
+def test_weights_are_numbers_and_those_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("safetensors")
     (tmp_path / CONFIG).touch()
     export(build(), tmp_path / "model.pt")
@@ -133,6 +157,13 @@ def test_weights_are_numbers_and_exports_of_a_run_are_equal(tmp_path: Path) -> N
     export(build(1), tmp_path / "model.pt")
     with pytest.raises(PetraError, match="run: expected a run whose exports are equal"):
         Weights.at(tmp_path, "run")
+    for path in tmp_path.glob("model.*"):
+        path.unlink()
+    for name, seed in (("model.pt", 1), (CONFIG, 2)):
+        content = {"format": FORMAT, "seed": seed}
+        export(build(), tmp_path / name, {"config": content}) if seed == 1 else (tmp_path / name).write_text(json.dumps(content))
+    Weights.at(tmp_path, "run").print_choice(tmp_path)
+    assert f"trained with another seed than {tmp_path / CONFIG} has" in capsys.readouterr().err
     torch.save({"a.weight": torch.tensor([1.0, float("nan")])}, tmp_path / "other.pt")
     with pytest.raises(PetraError, match=r"other\.pt, a\.weight: expected numbers, got NaN"):
         load(tmp_path / "other.pt")
