@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,5 +125,5 @@ def _finished_folders(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _read(folder: Path) -> Run:
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = RunFolder(folder).summary()
     return Run(folder, summary, RunFolder(folder).rows(), RunFolder(folder).gradients())

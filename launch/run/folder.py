@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,11 @@ class RunFolder:
         """Return the content of summary.json, or nothing if the run is not complete."""
         path = self.path / SUMMARY
         try:
-            content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            content: Any = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: can't be read ({first_line(error)})") from error
         require(isinstance(content, dict), str(path), "a JSON object", type(content).__name__, DataError)
+        content |= {key: nan for key in content if key.startswith(("train_", "test_")) and content[key] is None}
         if path.exists():
             from petra.training.records import read_rows
 

@@ -23,7 +23,7 @@ from petra.errors import invalid, require
 from petra.training import JsonLines, Logger, Row, locked, new_run_folder, write_json
 from petra.training.checkpoint import checkpoints
 from petra.training.progress import means_text
-from petra.training.records import PART, write_text_atomically, writing
+from petra.training.records import PART, finite, write_text_atomically, writing
 
 from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
@@ -113,7 +113,7 @@ class Records:
         for logger in self.loggers:
             logger.close(summary, [timeline] if timeline.exists() else [])
         write_report(self.folder, summary)
-        write_json(self.folder / SUMMARY, summary)
+        write_json(self.folder / SUMMARY, finite(summary))
         metric = next(name for name in RESULTS if f"test_{name}" in summary)
         print(f"test {means_text({metric: last[f'test_{metric}']})} after {seconds:.0f} s; records in {self.folder}", flush=True)
 

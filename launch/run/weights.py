@@ -6,7 +6,6 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from petra.inplace_abn.segmentation import class_names
 from petra.pipeline import Pipeline
 from petra.training import FORMATS, best_of, facts_in, facts_of, limited, load, load_into, means, network, newest
 from petra.training.checkpoint import FACTS, checkpoints, verify
+from petra.training.records import finite
 from petra.training.weight_files import HASH, State
 
 from ..config.schema import Config, Section
@@ -202,9 +202,9 @@ def _evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
     with raise_on_all_ranks():
         weights.load_into(pipeline, train.vocabulary)
     result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
-    numbers = {"weights": str(weights.path), setup.unit: result.targets, **means(result, setup.unit, test.bytes_per_target)}
+    values = means(result, setup.unit, test.bytes_per_target)
+    numbers = {"weights": str(weights.path), setup.unit: result.targets, **finite(values)}
     if "miou" in result.counts:
-        values = ConfusionMatrix(data.classes).per_class(result.counts["miou"])
-        names = class_names(data.name, len(values))
-        numbers["iou"] = {name: None if isnan(iou) else iou for name, iou in zip(names, values, strict=True)}
+        shares = ConfusionMatrix(data.classes).per_class(result.counts["miou"])
+        numbers["iou"] = finite(dict(zip(class_names(data.name, len(shares)), shares, strict=True)))
     return numbers

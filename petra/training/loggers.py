@@ -13,7 +13,7 @@ from secrets import token_hex
 from typing import Any
 
 from petra.errors import ConfigError
-from petra.training.records import write_text_atomically, writing
+from petra.training.records import finite, write_text_atomically, writing
 from petra.training.watchers import NO_SUMMARY, Logger
 
 
@@ -24,7 +24,7 @@ def require_installed(package: str) -> None:
 
 
 class JsonLines(Logger):
-    """File with one JSON object per line, readable while the run continues. It is open only while a row is written.
+    """File with one JSON object per line, readable while the run continues, with null for NaN and infinity.
 
     Args:
         path: The file.
@@ -37,11 +37,11 @@ class JsonLines(Logger):
     def __init__(self, path: Path, rows: Sequence[Mapping[str, float]] | None = None) -> None:
         self._path = path
         if rows is not None:
-            write_text_atomically(path, "".join(json.dumps(dict(row)) + "\n" for row in rows))
+            write_text_atomically(path, "".join(json.dumps(finite(row)) + "\n" for row in rows))
 
     def log(self, row: Mapping[str, Any]) -> None:
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(dict(row)) + "\n")
+            file.write(json.dumps(finite(row)) + "\n")
 
 
 class WandbLogger(Logger):
@@ -63,12 +63,7 @@ class WandbLogger(Logger):
 
     require = staticmethod(partial(require_installed, "wandb"))
 
-    def __init__(
-        self,
-        folder: Path,
-        config: Mapping[str, Any],
-        rows: Iterable[Mapping[str, float]] = (),
-    ) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, Any], rows: Iterable[Mapping[str, float]] = ()) -> None:
         self.require()
         import wandb
 

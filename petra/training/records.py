@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
+from math import isfinite, nan
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,7 +25,7 @@ PART = ".part"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines file, none if it doesn't exist. A last line that was not written completely is left out.
+    """Return the rows of a JSON Lines file, none if it doesn't exist, with NaN for null. An incomplete last line is left out.
 
     Raises:
         DataError: If the file can't be read, or another line is not a JSON object.
@@ -42,8 +43,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 break
             raise DataError(f"{path}: expected a JSON object in line {number}, got {line[:40]!r}") from error
         require(isinstance(row, dict), str(path), f"a JSON object in line {number}", line[:40], DataError)
-        rows.append(row)
+        rows.append({key: nan if value is None else value for key, value in row.items()})
     return rows
+
+
+def finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with None (null) for numbers that are not finite, which JSON lacks."""
+    return {key: None if isinstance(value, float) and not isfinite(value) else value for key, value in row.items()}
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def test_rows_of_a_file(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"a": 3, "torn')
     assert read_rows(path) == [{"a": 1}, {"a": 2}]
+    JsonLines(path, [{"a": nan, "b": 1.5}]).log({"a": -inf})
+    assert path.read_text() == '{"a": null, "b": 1.5}\n{"a": null}\n', "JSON has no NaN"
+    assert [isnan(found["a"]) for found in read_rows(path)] == [True, True]
     for content, message in (
         (b'{"a": 1}\n{"a"\n{"a": 2}\n', "expected a JSON object in line 2, got '{\"a\"'"),
         (b"[1]\n", r"expected a JSON object in line 1, got \[1\]"),
