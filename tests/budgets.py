@@ -50,7 +50,7 @@ ROOMS = {
     ("launch/doctor", "launch/selftest"): Budget(947, 947),
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_010, 2_000),
-    ("benchmarks",): Budget(2_792, 2_792),
+    ("benchmarks",): Budget(3_075, 3_075),
     ("examples",): Budget(670, 670),
     ("tests", "stress"): Budget(17_200, 15_060),
     ("docs",): Budget(290, 290),

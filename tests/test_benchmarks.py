@@ -12,7 +12,7 @@ import torch
 from benchmarks import fine_tuning, pipelines, reversible_sequence
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.staleness import __main__ as command
-from benchmarks.staleness import cells, figures, train
+from benchmarks.staleness import cells, costs, figures, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
 from petra import Recipe, TensorSpec, make_plan
 from petra.data import load_dataset
@@ -150,3 +150,20 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
     figures.draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_times_to_a_loss_are_those_of_the_records(tmp_path: Path) -> None:
+    """The page has the tables that the records give. On links without limit, PETRA takes k times the longest stage."""
+    folder = Path(costs.__file__).parent
+    records = figures.read_all(folder / "records")
+    page = (folder / "README.md").read_text(encoding="utf-8")
+    for optimizer in ("adamw", "muon"):
+        assert costs.times(costs.ways(records, 16, optimizer), 16) in page
+    way = next(way for way in costs.ways(records, 16, "adamw") if way.schedule == "petra")
+    size = WINDOWS // way.ks[0]
+    profiles = costs.decoder("revgpt", 16).profile(TensorSpec((size, costs.TOKENS), torch.int64))
+    layer, head = 4 * profiles[1].flops, 3 * profiles[-1].flops  # F, F again except in the last stage, and twice F in B
+    seconds = max(layer, head) / costs.FLOPS / costs.speed(size)
+    assert costs.update_seconds(way, 16, float("inf")) == pytest.approx(way.ks[0] * seconds, rel=1e-3)
+    curve = [5.0] * costs.SMOOTH + [4.0, 3.0]
+    assert costs.updates_until(curve, 4.0) == costs.SMOOTH + 1

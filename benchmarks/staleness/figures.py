@@ -119,13 +119,13 @@ def draw(records: Records, path: Path) -> None:
             spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
             name = f"{setting['method']}, {setting['optimizer']}{remedy}"
             lines[name].append((found[0]["staleness"], statistics.fmean(losses), spread))
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="staleness of stage 1 (updates)", ylabel="loss on the test part (bits per byte)")
     for name, points in sorted(lines.items()):
         x, y, spread = zip(*sorted(points), strict=True)
         axes.errorbar(x, y, spread, label=name, marker="o", capsize=3)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path)
 
 
