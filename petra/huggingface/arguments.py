@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import sys
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from petra.engine.endpoints import Loss
-from petra.errors import require
+from petra.errors import PetraError, require
 from petra.model import BlockSpec, Model
 
 MAPPED = re.compile(
@@ -26,6 +29,8 @@ MAPPED = re.compile(
     "length_column_name|use_cache|accelerator_config"
 )
 """Fields of ``TrainingArguments`` that are mapped, or change nothing here. Any other must have its default."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable that torchrun sets for each of its processes."""
 UNMAPPED = ("model_init", "compute_loss_func", "compute_metrics", "optimizer", "lr_scheduler", "optimizer_cls_and_kwargs")
 """Attributes of a ``Trainer``, from arguments of its constructor, that must be None, and ``preprocess_logits_for_metrics``."""
 VALUES = {
@@ -42,6 +47,8 @@ def check_arguments(trainer: Any) -> None:
     Raises:
         ConfigError: If not. The message names every argument.
     """
+    if ERROR_FILE in os.environ:
+        sys.excepthook = _report_once
     args = trainer.args
     default = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
     names = [field.name for field in dataclasses.fields(args) if field.init and not MAPPED.fullmatch(field.name)]
@@ -53,6 +60,16 @@ def check_arguments(trainer: Any) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     require(args.world_size == started, "use_cpu", f"true on a machine without GPUs, in {started} processes", args.use_cpu)
     require(args.n_gpu <= 1, "PetraTrainer", "a process for each GPU (torchrun --nproc-per-node)", f"{args.n_gpu} GPUs in one")
+
+
+def _report_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Print an error of petra that ends the processes of torchrun in one line, once on each machine; any other as Python does."""
+    if not isinstance(error, PetraError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    with suppress(FileExistsError):  # of the process that has reported it, in torchrun's folder for this start
+        Path(os.environ[ERROR_FILE]).parents[1].joinpath("reported").touch(exist_ok=False)
+        print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def rates(args: Any, steps: int) -> list[float]:

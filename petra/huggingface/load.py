@@ -27,11 +27,7 @@ MODELS = ", ".join(DECODERS)
 
 
 def huggingface(
-    path: Path,
-    classes: int = 256,
-    size: int = 256,
-    delimiter: Annotated[int | None, ">= 0"] = None,
-    lora: Count | None = None,
+    path: Path, classes: int = 256, size: int = 256, delimiter: Annotated[int | None, ">= 0"] = None, lora: Count | None = None
 ) -> Model:
     """Return the causal language model in the folder of a checkpoint, in float32, for ``petra train model=huggingface``.
 

@@ -81,12 +81,7 @@ def nadam(
 
 
 def basis_rotation(
-    module: nn.Module,
-    *,
-    betas: Betas = (0.9, 0.95),
-    eps: Positive = 1e-8,
-    weight_decay: NotNegative = 0.01,
-    frequency: Count = 10,
+    module: nn.Module, *, betas: Betas = (0.9, 0.95), eps: Positive = 1e-8, weight_decay: NotNegative = 0.01, frequency: Count = 10
 ) -> BasisRotation:
     """Return Adam in a rotated basis for the weights of linear layers, and in the ordinary one for all other parameters.
 
@@ -127,12 +122,7 @@ class Muon(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = []
         if matrices:
             muon = torch.optim.Muon(
-                matrices,
-                lr=0.0,
-                weight_decay=weight_decay,
-                momentum=momentum,
-                nesterov=nesterov,
-                adjust_lr_fn="match_rms_adamw",
+                matrices, lr=0.0, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
             )
             self._parts.append((muon, 1))
             groups += muon.param_groups

@@ -120,8 +120,12 @@ def test_events_evaluation_saving_and_resuming(tmp_path: Path) -> None:
     torch.testing.assert_close(again.pipeline.state_dict(), fresh.pipeline.state_dict(), rtol=0, atol=0)
 
 
-def test_what_cannot_be_mapped_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All in one message. Clipping by stage is said in one line."""
+def test_what_cannot_be_mapped_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one message, which the processes of torchrun print once. Clipping by stage is said in one line."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     model, data = tiny("LlamaForCausalLM", torch.float32), rows(8)
     args = arguments(tmp_path, activation_checkpointing=True, optim="adafactor", neftune_noise_alpha=5.0)
     with pytest.raises(ConfigError) as refused:
@@ -131,6 +135,9 @@ def test_what_cannot_be_mapped_is_refused_by_name(tmp_path: Path, capsys: pytest
     )
     assert str(refused.value).endswith(f"got {expected}")
     capsys.readouterr()
+    for error in (refused.value, refused.value, KeyError("own")):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == f"error: {refused.value}\nKeyError: 'own'\n"
     trainer = PetraTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=data, method="petra", stages=2)
     assert capsys.readouterr().out == "max_grad_norm=0.5 of each stage: with petra they update apart\n"
     with pytest.raises(ConfigError, match=r"PetraTrainer\.predict: expected save_model"):
