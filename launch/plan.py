@@ -135,16 +135,8 @@ def predict_method(
     """
     count = min(len(machines.devices), len(blocks))
     links, devices = machines.connections[: count - 1], machines.devices[:count]
-    speeds = [device.speed for device in devices]
-
-    def search(limits: Sequence[float]) -> Tuned:
-        return tune(blocks, method, k, count, tune_delay=tune_delay, speeds=speeds, limits=limits, link=links, transport=transport)
-
-    memory: Sequence[PredictedMemory] = ()
-    if memories is None:
-        tuned = search(())
-    else:
-        tuned, memory = search_within([device.memory for device in devices], search, partial(memories, method), "memory", "device")
+    search = partial(tune, blocks, method, k, count, tune_delay=tune_delay, link=links, transport=transport)
+    tuned, memory = search_within(devices, search, memories and partial(memories, method), "memory", "device")
     method = replace(method, delay=tuned.delay)
     rules = simulated_transport(transport, method.boundary_delays(count - 1))
     found = predict(tuned.costs, method, k, link=links, transport=rules)

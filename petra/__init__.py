@@ -6,7 +6,9 @@ processes, and trains them with a :class:`Method`.
 Each name is imported on first use, so that the command line does not wait for torch.
 """
 
+import re
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,22 +36,9 @@ if TYPE_CHECKING:
     from petra.settings import Runtime as Runtime
     from petra.specs import TensorSpec as TensorSpec
 
-_NAMES = {
-    "engine.endpoints": ("Losses",),
-    "engine.recipe": ("Recipe",),
-    "engine.totals": ("Result",),
-    "engine.update_rules": ("UpdateRules",),
-    "errors": ("ConfigError", "DataError", "ModelError", "NumericsError", "PetraError", "ScheduleError"),
-    "hooks": ("Hook",),
-    "method": ("METHODS", "Keep", "Method", "Weights"),
-    "model": ("BlockSpec", "Model"),
-    "pipeline": ("Pipeline",),
-    "plan": ("Plan", "make_plan"),
-    "settings": ("Numerics", "Runtime"),
-    "specs": ("TensorSpec",),
-}
-"""Public names of each module."""
-_MODULES = {name: f"petra.{module}" for module, names in _NAMES.items() for name in names}
+_SOURCE = Path(__file__).read_text(encoding="utf-8")
+_MODULES = {name: module for module, name in re.findall(r"^    from (petra\S*) import (\w+) as", _SOURCE, re.MULTILINE)}
+"""Module of each public name: the imports above, which only type checkers execute."""
 __all__ = [*_MODULES]
 
 

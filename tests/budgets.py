@@ -27,7 +27,7 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_613, 1_543),
+    ("petra/*.py",): Budget(1_602, 1_543),
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(700, 700),
@@ -41,11 +41,11 @@ ROOMS = {
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/huggingface",): Budget(1_260, 1_260),
     ("petra/diagnostics",): Budget(840, 840),
-    ("petra/cost_model",): Budget(1_527, 1_527),
+    ("petra/cost_model",): Budget(1_528, 1_528),
     ("petra/analysis",): Budget(400, 400),
-    ("launch/*.py", "launch/templates"): Budget(1_240, 1_240),
+    ("launch/*.py", "launch/templates"): Budget(1_232, 1_232),
     ("launch/config",): Budget(810, 400),
-    ("launch/run",): Budget(1_825, 1_603),
+    ("launch/run",): Budget(1_820, 1_603),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(947, 947),
     ("launch/bench",): Budget(770, 770),
@@ -56,7 +56,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_660, 26_058)
+BOTH = Budget(26_640, 26_058)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

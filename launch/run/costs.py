@@ -6,7 +6,6 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -172,28 +171,23 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     stages: int | list[int] = len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages]
     owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]
     owned_by = machines.devices if several else (Device(),) * len(owners)
-    devices = [device for device, owned in zip(owned_by, owners, strict=False) for _ in owned]
+    limit = 1e9 * (config.trainer.memory_limit or float("inf"))
+    devices = [
+        Device(device.speed, min(limit, device.memory)) for device, owned in zip(owned_by, owners, strict=False) for _ in owned
+    ]
     links = machines.connections[: len(owners) - 1] if several else INSTANT
-
-    def search(limits: Sequence[float] | None = None) -> Tuned:
-        return tune(
-            blocks,
-            plan.method,
-            plan.k,
-            stages,
-            tune_delay="delay" in setup.auto,
-            speeds=[device.speed for device in devices],
-            limits=limits,
-            link=links,
-            processes=owners if several else None,
-            transport=config.trainer.transport,
-            device_type=setup.device.type,
-        )
-
-    limit = float("inf") if config.trainer.memory_limit is None else 1e9 * config.trainer.memory_limit
-    available = [min(limit, device.memory) for device in devices]
-    if min(available) == float("inf"):
-        return search()
-    memories = partial(stage_memories, setup, {}, plan.method)
-    found, _ = search_within(available, search, memories, "trainer.memory_limit", "stage")
-    return found
+    search = partial(
+        tune,
+        blocks,
+        plan.method,
+        plan.k,
+        stages,
+        tune_delay="delay" in setup.auto,
+        link=links,
+        processes=owners if several else None,
+        transport=config.trainer.transport,
+        device_type=setup.device.type,
+    )
+    limited = any(device.memory < float("inf") for device in devices)
+    memories = partial(stage_memories, setup, {}, plan.method) if limited else None
+    return search_within(devices, search, memories, "trainer.memory_limit", "stage")[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from petra.cost_model.costs import BlockCost, StageCost, pipeline_costs
-from petra.cost_model.machines import INSTANT, Connection, Link
+from petra.cost_model.machines import INSTANT, Connection, Device, Link
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import predict
 from petra.errors import ConfigError, invalid
@@ -159,33 +159,34 @@ def choose_delays(
 
 
 def search_within(
-    memory: Sequence[float],
-    search: Callable[[Sequence[float]], Tuned],
-    predict: Callable[[Tuned], Sequence[PredictedMemory]],
+    devices: Sequence[Device],
+    search: Callable[..., Tuned],
+    predict: Callable[[Tuned], Sequence[PredictedMemory]] | None,
     key: str,
     place: str,
 ) -> tuple[Tuned, Sequence[PredictedMemory]]:
-    """Search for a partition whose stages need at most ``memory`` bytes.
+    """Search for the fastest partition whose stages need at most the memory of their devices.
 
     The fastest partition comes first. If a stage needs more than its memory, it gets fewer blocks in the next one: its time is
     limited to the part of its present time that its memory is of its needs.
 
     Args:
-        memory: Bytes available to each stage.
-        search: Returns the fastest partition whose stages take at most some times per microbatch.
-        predict: Returns the memory of each stage of a partition.
+        devices: Device of each stage.
+        search: :func:`tune` with all arguments but ``speeds`` and ``limits``.
+        predict: Returns the memory of each stage of a partition; None if memory is no limit.
         key, place: What an error names: the setting, and what has the memory (``stage`` or ``device``).
 
     Returns:
-        The partition and the memory of its stages.
+        The partition and the memory of its stages, if it is predicted.
 
     Raises:
         ConfigError: If none of the partitions fits.
     """
+    memory, speeds = [device.memory for device in devices], [device.speed for device in devices]
     limits, needs, tried = [float("inf")] * len(memory), [0.0] * len(memory), set[tuple[int, ...]]()
     while len(tried) < SEARCHES:
         try:
-            found = search(limits)
+            found = search(speeds=speeds, limits=limits)
         except ConfigError:
             if not tried:
                 raise
@@ -193,9 +194,9 @@ def search_within(
         if found.stages in tried:
             break
         tried.add(found.stages)
-        needed = predict(found)
+        needed = () if predict is None else predict(found)
         needs = [part.total for part in needed]
-        if all(need <= available for need, available in zip(needs, memory, strict=True)):
+        if predict is None or all(need <= available for need, available in zip(needs, memory, strict=True)):
             return found, needed
         rows = zip(limits, found.seconds, needs, memory, strict=True)
         limits = [limit if need <= given else min(limit, seconds * given / need) for limit, seconds, need, given in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from petra import METHODS, ConfigError, Keep, Method, TensorSpec
 from petra.cost_model.autotune import Tuned, choose_delays, search_within, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
+from petra.cost_model.machines import Device
 from petra.cost_model.memory import PredictedMemory
 from petra.models import revnet18
 from petra.plan.messages import Boundary, boundary
@@ -70,10 +72,8 @@ def within(memory: Sequence[float], need: Callable[[int], float], stages: int | 
         tried.append(tuned)
         return [PredictedMemory(0, 0, 0, int(need(count)), 0, 0) for count in tuned.stages]
 
-    def search(limits: Sequence[float]) -> Tuned:
-        return tune([block()] * 12, PETRA, 1, stages, limits=limits)
-
-    found, needed = search_within(memory, search, predicted, "memory", "device")
+    devices = [Device(memory=size) for size in memory]
+    found, needed = search_within(devices, partial(tune, [block()] * 12, PETRA, 1, stages), predicted, "memory", "device")
     assert [part.total for part in needed] == [int(need(count)) for count in found.stages]
     return found.stages, len(tried)
 
