@@ -37,7 +37,7 @@ class Preparation:
     classes: tuple[str, ...] = ()
 
     def __call__(self, path: Path) -> Tensor:
-        """Return the image in a file as a float32 tensor (1, 3, size, size).
+        """Return the image in a file as a float32 tensor of shape (1, 3, size, size).
 
         Raises:
             DataError: If the file can't be read as a JPEG or PNG image.

@@ -193,7 +193,7 @@ class EvalSource(_Source):
         super().__init__(split, lambda m: (rows[m], None), workers, share, timeout, self.batches)
 
     def targets(self, m: int) -> Tensor:
-        """Return the targets of microbatch ``m``, -100 in padding rows."""
+        """Return the targets of microbatch ``m``, of shape (B,), (B·T,) or (B, H, W), with -100 in padding rows."""
         targets = super().targets(m)
         if m < self.batches - 1 or not self._padding:
             return targets

@@ -18,7 +18,7 @@ FUSED = ("leaky_relu", "elu", "identity")
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise, strictly increasing activation z = φ(y).
+    """An elementwise, strictly increasing activation z = φ(y) of tensors of any shape.
 
     Attributes:
         name: ``leaky_relu``, ``elu``, ``sigmoid``, ``tanh`` or ``identity``.

@@ -21,7 +21,7 @@ Gradients = dict[nn.Parameter, Tensor]
 
 
 class ReversibleBlock(nn.Module, ABC):
-    """Base class of invertible blocks: bijections of the streams (x1, x2).
+    """Base class of invertible blocks: bijections of the streams (x1, x2), tensors of shape (B, ...).
 
     Further streams are context, such as the positions where documents begin. A block reads them and returns them unchanged. They
     are floating-point tensors that need no gradient.
@@ -166,8 +166,8 @@ class DownsamplingCoupling(Coupling):
 class TwoFunctionCoupling(ReversibleBlock):
     """RevNet's block: y1 = x1 + F(x2), y2 = x2 + G(y1) (Gomez et al. 2017, section 3.1). Two of PETRA's blocks in a row.
 
-    F and G may share weights, but no layer with running statistics: the backward pass evaluates G before F, so the statistics
-    would be updated in another order than in the forward pass.
+    F returns the shape of x1, and G that of x2. They may share weights, but no layer with running statistics: the backward pass
+    evaluates G before F, so the statistics would be updated in another order than in the forward pass.
 
     Raises:
         ModelError: If F and G share a layer with running statistics.

@@ -36,18 +36,18 @@ class Grid:
         self.largest = torch.zeros((), dtype=dtype, device=device)
 
     def round(self, x: Tensor) -> Tensor:
-        """Round to the nearest numbers on the grid, in its type. The gradient is that of the identity."""
+        """Round each entry to the nearest number on the grid, in its type and the shape of ``x``. Its gradient is 1."""
         return cast(Tensor, _Round.apply(x.to(self.dtype), STEPS[self.dtype]))  # type: ignore[no-untyped-call]
 
     def record(self, x: Tensor) -> None:
-        """Include a stream in :attr:`largest`, without synchronizing with the device."""
+        """Include a stream of any shape in :attr:`largest`, without synchronizing with the device."""
         low, high = torch.aminmax(x.detach())
         largest = torch.maximum(-low, high)
         # The update reports values that are not finite. A NaN would stay in `largest` for good and hide later magnitudes.
         self.largest = torch.maximum(self.largest, largest.where(largest.isfinite(), 0))
 
     def enter(self, x: Tensor) -> Tensor:
-        """Turn a tensor into a stream: round it and record its magnitude."""
+        """Turn a tensor of any shape into a stream: round it and record its magnitude."""
         y = self.round(x)
         self.record(y)
         return y

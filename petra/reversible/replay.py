@@ -112,7 +112,7 @@ class watch_draws:
 
 
 class forbid_inplace:
-    """Check that ``module`` does not modify its inputs ``tensors`` in place, because other blocks may still need them.
+    """Check that ``module`` does not modify its inputs ``tensors``, of any shape, in place: other blocks may still need them.
 
     Raises:
         ModelError: If it does. The message names the module.
@@ -175,7 +175,7 @@ def normalisations(module: nn.Module) -> list[NormBase]:
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Return the running means and variances of the normalisation layers inside ``module``."""
+    """Return the running means and variances, of shape (C,), of the normalisation layers inside ``module``."""
     found = (t for layer in normalisations(module) for t in (layer.running_mean, layer.running_var))
     return [t for t in found if t is not None]
 

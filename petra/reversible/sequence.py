@@ -22,7 +22,7 @@ class ReversibleSequence(nn.Module):
     Example::
 
         blocks = ReversibleSequence(Coupling(branch()) for _ in range(16))
-        y1, y2 = blocks(x1, x2)
+        y1, y2 = blocks(x1, x2)  # streams of one shape (B, ...)
         loss(y1, y2).backward()
 
     Parameters get gradients even if the input needs none. The backward pass updates running statistics, once, and uses the forward

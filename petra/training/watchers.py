@@ -30,7 +30,7 @@ class Watcher:
         """
 
     def microbatch(self, report: Tensor) -> None:
-        """Receive the report of a microbatch that has completed (:meth:`petra.Pipeline.train`). Reading it waits for the device."""
+        """Receive a microbatch's report of shape (2 + metrics,) (:meth:`petra.Pipeline.train`). Reading it waits for the device."""
 
     def epoch_end(self, row: Mapping[str, float]) -> None:
         """Receive the numbers of a finished epoch (:data:`petra.training.Row`)."""

@@ -158,7 +158,7 @@ def load_into(pipeline: Pipeline, state: Mapping[str, Tensor], source: str, skip
 
     Args:
         pipeline: This process's part of the pipeline.
-        state: State of the network.
+        state: Tensors of the network by ``<block>.<key>``, each with the shape of its parameter or buffer.
         source: Where the state is from, for messages.
         skip: Names of blocks that keep their weights. ``state`` may have them in another form, or not at all.
 
