@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
 from benchmarks.two_stages import Noise, sgd
 from launch.bench.contestants import period
-from launch.plan import Row, predict_method
+from launch.plan import Candidate, predict_method
 from petra import METHODS, Keep, Method, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.costs import BlockCost, profile_blocks
 from petra.cost_model.machines import Machines, measure_link
@@ -62,7 +62,7 @@ def compare(rank: int, options: argparse.Namespace) -> Figures:
     return figures
 
 
-def _run(model: Model, inputs: TensorSpec, row: Row, transport: TransportName, options: argparse.Namespace) -> float:
+def _run(model: Model, inputs: TensorSpec, row: Candidate, transport: TransportName, options: argparse.Namespace) -> float:
     """Train the partition of ``row`` and return the seconds per microbatch of the slower process."""
     pipeline = Pipeline(
         model,

@@ -23,7 +23,7 @@ from .runtime.rank import Process
 from .runtime.terminal import command, parser_for
 
 if TYPE_CHECKING:
-    from .run.weights import Weights
+    from .run.weights import SavedWeights
 
 WEIGHTS = """file of exported weights, or folder of a checkpoint; CHECKPOINT/average is the moving average in a checkpoint
 (default: the newest of model.* and the run's checkpoints, by the microbatches done)"""
@@ -63,16 +63,16 @@ def run_parser(text: str | None, words: str = "key=value", *, weights: bool = Tr
     return parser
 
 
-def read_run(options: argparse.Namespace, changes: list[str], process: Process) -> tuple[Weights, Config]:
+def read_run(options: argparse.Namespace, changes: list[str], process: Process) -> tuple[SavedWeights, Config]:
     """Return the weights to read, and the run's configuration with the overrides on the command line.
 
     Raises:
         PetraError: If there is no folder of a run, it has no weights, or an override doesn't fit the configuration.
     """
     folder, config = options.run, run_config(options, changes)
-    from .run.weights import Weights
+    from .run.weights import SavedWeights
 
-    weights = Weights.at(folder, "command line") if options.weights is None else Weights(options.weights)
+    weights = SavedWeights.at(folder, "command line") if options.weights is None else SavedWeights(options.weights)
     if process.first:
         weights.print_choice(folder if options.weights is None else None)
     return weights, config

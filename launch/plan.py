@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class Candidate:
     """A method with its partition and delays on the given machines.
 
     Attributes:
@@ -124,7 +124,7 @@ def predict_method(
     *,
     memories: Memories | None = None,
     tune_delay: bool = False,
-) -> Row:
+) -> Candidate:
     """Partition the blocks over the machines for a method, and predict its steady state.
 
     Args:
@@ -143,10 +143,10 @@ def predict_method(
     messages = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     messages += [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
-    return Row(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
+    return Candidate(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
 
 
-def recommend(rows: Sequence[Row]) -> Row:
+def recommend(rows: Sequence[Candidate]) -> Candidate:
     """Return the fastest method with exact gradients if it is nearly the fastest of all; otherwise the fastest, least stale one."""
     fastest = min(row.prediction.period for row in rows)
     close = [row for row in rows if row.prediction.period * EXACT_ENOUGH <= fastest]
@@ -167,9 +167,9 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     else:
         blocks = tuple(block.scaled(1e-12 / options.teraflops) for block in count_blocks(model, inputs, numerics))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
-    rows, refused, predicted, candidates = list[Row](), [], partial(stage_memories, setup, {}), [*PREDICTED.values(), AUTO_DELAY]
-    for done, method in enumerate(candidates, 1):
-        show_progress(f"{method.name}: method {done} of {len(candidates)}")
+    rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, {})
+    for done, method in enumerate(methods := [*PREDICTED.values(), AUTO_DELAY], 1):
+        show_progress(f"{method.name}: method {done} of {len(methods)}")
         memories, tune_delay = None if method is ZB_H1 else predicted, method is AUTO_DELAY
         try:
             rows.append(predict_method(blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay))

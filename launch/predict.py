@@ -16,7 +16,7 @@ from petra.errors import ModelError, PetraError, invalid, require
 
 from .config.schema import Config
 from .evaluate import read_run, run_parser
-from .run.weights import Weights
+from .run.weights import SavedWeights
 from .runtime.agent import this_process
 from .runtime.terminal import command
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{path}: {label}, {probability:.1%}", flush=True)
 
 
-def predictions(config: Config, weights: Weights, images: Sequence[Path]) -> Iterator[tuple[Path, str, float]]:
+def predictions(config: Config, weights: SavedWeights, images: Sequence[Path]) -> Iterator[tuple[Path, str, float]]:
     """Yield each file with its most probable class and the class's probability.
 
     Args:

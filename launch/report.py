@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .run.report import write_report
+from .run.page import write_report
 from .runtime.terminal import command, parser_for
 
 

@@ -30,7 +30,7 @@ from ..runtime.rank import Process
 from .build import Setup
 from .costs import stage_facts
 from .folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, RunFolder, as_data
-from .report import describe, write_report
+from .page import describe, write_report
 from .resume import Start
 from .targets import built
 

@@ -18,7 +18,7 @@ from petra.training.weight_files import State
 from ..config.schema import Config
 from ..runtime.rank import Process
 from .folder import CHECKPOINTS, as_data, changes_results, differences, flat, require_format
-from .weights import Weights
+from .weights import SavedWeights
 
 FIXED = ("optim._target_", "k")
 """Keys that no resumed run may change: the state in the checkpoint has another form, or belongs to another number of updates."""
@@ -115,7 +115,7 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
         if start.path is None:
             return [] if config.init_from is None else [_load_weights(pipeline, config, Path(config.init_from), vocabulary)]
         if start.state is None:
-            Weights(start.path).require_vocabulary("data.root", vocabulary)
+            SavedWeights(start.path).require_vocabulary("data.root", vocabulary)
             restore(pipeline, start.path)
         else:
             load_state(pipeline, start.state, start.clock, "memory")
@@ -133,7 +133,7 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
 def _load_weights(pipeline: Pipeline, config: Config, path: Path, vocabulary: str | None) -> str:
     """Load the weights that ``init_from`` names, and return a line that says which."""
     skip, blocks = {*(config.init_skip or ())}, len(pipeline.plan.model.blocks)
-    weights = Weights.at(path, "init_from")
+    weights = SavedWeights.at(path, "init_from")
     weights.load_into(pipeline, vocabulary, skip)
     random = f"; random: {', '.join(sorted(skip))}" if skip else ""
     return f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{random}"

@@ -15,7 +15,7 @@ from petra.pipeline import Pipeline
 from petra.training.weight_files import gathered_blocks
 
 from ..config.schema import Config
-from .weights import Weights
+from .weights import SavedWeights
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Iterable[int]], Iterator[str]]
@@ -61,7 +61,7 @@ class TextSample:
         return found
 
 
-def vocabulary(config: Config, path: str | None, weights: Weights | None = None) -> tuple[Encode, Decode, int | None]:
+def vocabulary(config: Config, path: str | None, weights: SavedWeights | None = None) -> tuple[Encode, Decode, int | None]:
     """Return the functions from text to tokens and back, and the token that ends a text.
 
     Args:

@@ -33,7 +33,7 @@ SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Weights:
+class SavedWeights:
     """Weights of a whole network. All methods raise a PetraError if they can't be read.
 
     Attributes:
@@ -43,7 +43,7 @@ class Weights:
     path: Path
 
     @staticmethod
-    def at(path: Path, key: str) -> Weights:
+    def at(path: Path, key: str) -> SavedWeights:
         """Return the weights at a path, or a run's newest weights for the path of its folder.
 
         Of the run's exports and its newest intact checkpoint, the newest are those with the largest clock, an export at equal
@@ -57,14 +57,14 @@ class Weights:
             ConfigError: If the run has neither exported weights nor a checkpoint.
         """
         if not ((path / CONFIG).exists() or (path / CHECKPOINTS).is_dir()):
-            return Weights(path)
-        exports = [Weights(file) for suffix in FORMATS.values() if (file := path / f"model{suffix}").exists()]
+            return SavedWeights(path)
+        exports = [SavedWeights(file) for suffix in FORMATS.values() if (file := path / f"model{suffix}").exists()]
         export = max(exports, key=lambda weights: (weights.clock, weights.path.stat().st_mtime), default=None)
         hashes = {known for other in exports if (known := other.facts.get(HASH)) and export and other.clock == export.clock}
         require(len(hashes) < 2, key, "a run whose exports are equal", f"{path}, where model.* differ", DataError)
         newer = any(export is None or int(saved.name) > export.clock for saved in checkpoints(path / CHECKPOINTS))
         checkpoint = newest(path / CHECKPOINTS) if newer else None
-        found = [*([export] if export else []), *([Weights(checkpoint)] if checkpoint else [])]
+        found = [*([export] if export else []), *([SavedWeights(checkpoint)] if checkpoint else [])]
         require(bool(found), key, "a folder with exported weights or checkpoints", path)
         return max(found, key=lambda weights: weights.clock)  # the newest checkpoints may be damaged
 
@@ -149,10 +149,10 @@ class Weights:
             if changed := [*filter(changes_results, differences(self.facts.get("config", now), now))]:
                 lines.append(f"warning: they were trained with another {', '.join(changed)} than {folder / CONFIG} has")
             beside = self.path / AVERAGE if self.checkpoint else self.path.with_name(f"ema{self.path.suffix}")
-            optim = self.facts.get("config", {}).get("optim", {})
-            if optim.get("average") is not None if self.checkpoint else beside.exists() and Weights(beside).clock == self.clock:
+            averages = self.facts.get("config", {}).get("optim", {}).get("average") is not None
+            if averages if self.checkpoint else beside.exists() and SavedWeights(beside).clock == self.clock:
                 lines.append(f"--weights {beside} takes their moving average, which the run evaluates")
-            if (best := best_of(folder / CHECKPOINTS)) is not None and Weights(best).clock != self.clock:
+            if (best := best_of(folder / CHECKPOINTS)) is not None and SavedWeights(best).clock != self.clock:
                 lines.append(f"--weights {best} takes the best checkpoint")
         print("; ".join(lines), file=sys.stderr, flush=True)
 
@@ -175,7 +175,7 @@ def for_inference(config: Config) -> Config:
     )
 
 
-def evaluate(config: Config, weights: Weights, process: Process) -> dict[str, Any]:
+def evaluate(config: Config, weights: SavedWeights, process: Process) -> dict[str, Any]:
     """Return loss and metrics on the test data, the same on every rank.
 
     With pixels, also the intersection over union by class, None for classes that don't occur.
@@ -195,7 +195,7 @@ def evaluate(config: Config, weights: Weights, process: Process) -> dict[str, An
         return _evaluate_in_group(setup, weights)
 
 
-def _evaluate_in_group(setup: Setup, weights: Weights) -> dict[str, Any]:
+def _evaluate_in_group(setup: Setup, weights: SavedWeights) -> dict[str, Any]:
     """Return loss and metrics. The pipeline ends with this function, before the process group does."""
     train, test = setup.data()
     pipeline, data = setup.pipeline(), setup.config.data

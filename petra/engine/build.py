@@ -19,7 +19,7 @@ from petra.engine.block_function import Around, BlockFunction
 from petra.engine.options.finite_check import CheckedPort, FiniteCheck
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
-from petra.engine.update import Clip, Norm, Part, Step, Update
+from petra.engine.update import Clip, GradientNorm, OptimizerStep, Part, Update
 from petra.engine.weights import WeightVersions
 from petra.engine.worker import Worker
 from petra.errors import ConfigError, ModelError, PetraError, first_line, invalid, require
@@ -188,7 +188,7 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         from petra.engine.options.averaging import WeightAverage
 
         averages.append(WeightAverage(stage.gradients.parameters, rules.average))
-    parts = [Norm(stage.gradients.parameters), *checked, *remedial, Step(stage, optimizer, rate), *averages]
+    parts = [GradientNorm(stage.gradients.parameters), *checked, *remedial, OptimizerStep(stage, optimizer, rate), *averages]
     if rules.clip_globally:
         from petra.engine.options.global_clip import PostponedUpdate
 

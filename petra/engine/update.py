@@ -75,7 +75,7 @@ class Part:
         return {}
 
 
-class Norm(Part):
+class GradientNorm(Part):
     """Computes the squared norm of the gradient of a stage's parameters."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -106,7 +106,7 @@ class Clip(Part):
         pending.factor = (self._norm / (pending.squared_clip_norm.sqrt() + 1e-6)).clamp(max=1.0)
 
 
-class Step(Part):
+class OptimizerStep(Part):
     """Runs the optimizer.
 
     Args:
@@ -154,7 +154,7 @@ class Update:
     """The updates of one stage.
 
     Args:
-        parts: The parts, in the order in which they run. One is a :class:`Norm`, and a later one a :class:`Step`.
+        parts: The parts, in the order in which they run. One is a :class:`GradientNorm`, and a later one a :class:`OptimizerStep`.
         device: Device of the stage's tensors.
 
     Attributes:
@@ -189,7 +189,7 @@ class Update:
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The stage's optimizer; None if it has no parameters."""
-        return self[Step].optimizer
+        return self[OptimizerStep].optimizer
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of all parts since the last call."""

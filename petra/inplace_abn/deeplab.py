@@ -67,7 +67,7 @@ class Context(nn.Module):
         return y
 
 
-class Prediction(nn.Module):
+class PixelClassifier(nn.Module):
     """Scores of the classes at each pixel, interpolated bilinearly to the size of the image.
 
     Maps (B, C, H, W) to (B, classes, 8H, 8W).
@@ -111,7 +111,7 @@ def deeplabv3(
     built = dilated(_body(body, width, cardinality, base_width, norm, activation), 1 if body == "wide_resnet38" else 4)
     (channels,) = layers.scaled((CHANNELS,), width)
     context = partial(Context, built.features, channels, built.style, preactivation=built.preactivation)
-    head = BlockSpec("context", context), BlockSpec("predict", partial(Prediction, channels, classes))
+    head = BlockSpec("context", context), BlockSpec("predict", partial(PixelClassifier, channels, classes))
     return Model(f"deeplabv3_{body}", (*built.blocks(), *head))
 
 

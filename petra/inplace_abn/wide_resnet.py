@@ -17,7 +17,7 @@ CHANNELS = ((128, 128), (256, 256), (512, 512), (512, 1024), (512, 1024, 2048), 
 """Channels of the convolutions of a block, for each layer. Two convolutions are 3x3; three are 1x1, 3x3 and 1x1."""
 
 
-class Row(NamedTuple):
+class BlockSizes(NamedTuple):
     """Sizes of one residual block.
 
     Attributes:
@@ -46,19 +46,19 @@ class WideBlock(nn.Module):
 
     Args:
         style: Normalisation and activation.
-        row: Sizes of the block.
+        sizes: Sizes of the block.
     """
 
-    def __init__(self, style: layers.Style, row: Row) -> None:
+    def __init__(self, style: layers.Style, sizes: BlockSizes) -> None:
         super().__init__()
-        kernels = (3, 3) if len(row.widths) == 3 else (1, 3, 1)
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if row.stride == 2 else nn.Identity()
+        kernels = (3, 3) if len(sizes.widths) == 3 else (1, 3, 1)
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if sizes.stride == 2 else nn.Identity()
         # The normalisation must not overwrite its input, which is also the shortcut.
-        self.first = nn.Sequential(*layers.norm_act(row.widths[0], style, overwrite=False))
+        self.first = nn.Sequential(*layers.norm_act(sizes.widths[0], style, overwrite=False))
         self.branch = nn.Sequential()
-        for i, ((a, b), kernel) in enumerate(zip(pairwise(row.widths), kernels, strict=True)):
-            self.branch.extend([*(layers.norm_act(a, style) if i else []), layers.conv(a, b, kernel, dilation=row.dilation)])
-        self.shortcut = layers.conv(row.widths[0], row.channels, 1) if row.widths[0] != row.channels else None
+        for i, ((a, b), kernel) in enumerate(zip(pairwise(sizes.widths), kernels, strict=True)):
+            self.branch.extend([*(layers.norm_act(a, style) if i else []), layers.conv(a, b, kernel, dilation=sizes.dilation)])
+        self.shortcut = layers.conv(sizes.widths[0], sizes.channels, 1) if sizes.widths[0] != sizes.channels else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(x)
@@ -93,7 +93,7 @@ def wide_resnet38_body(width: float, norm: str, activation: str | None) -> layer
     for layer, (repeat, branch) in enumerate(zip(REPEATS, CHANNELS, strict=True)):
         inner = tuple(next(channels) for _ in branch)
         for i in range(repeat):
-            rows.append(Row(f"layer{layer + 1}_{i}", (in_channels, *inner), stride=2 if i == 0 and layer < 5 else 1))
+            rows.append(BlockSizes(f"layer{layer + 1}_{i}", (in_channels, *inner), stride=2 if i == 0 and layer < 5 else 1))
             in_channels = inner[-1]
     start, residual = partial(layers.conv, 3, stem, 3), partial(WideBlock, style)
     return layers.Body("wide_resnet38", start, rows, residual, streams=1, style=style, preactivation=True)

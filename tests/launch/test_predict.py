@@ -12,7 +12,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from launch import evaluate, predict
-from launch.run.weights import Weights
+from launch.run.weights import SavedWeights
 from petra.data import load_dataset
 from petra.models import revnet18
 from petra.pipeline import Pipeline
@@ -69,7 +69,7 @@ def test_invalid_words_are_errors_in_one_line(command: ModuleType, words: str, m
 
 def test_weights_that_are_not_finite_predict_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {key: value * float("nan") if value.is_floating_point() else value for key, value in load(folder / "model.pt").items()}
-    monkeypatch.setattr(Weights, "read", lambda weights: state)
+    monkeypatch.setattr(SavedWeights, "read", lambda weights: state)
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     error = refused(predict.main, [f"{folder}", str(tmp_path / "a.png")])
     expected = f"weights that give finite scores for {tmp_path}/a.png, got scores that are not finite"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.engine.options.loss_scale import LossScale
-from petra.engine.update import Norm, Part, Pending, Step
+from petra.engine.update import GradientNorm, OptimizerStep, Part, Pending
 from petra.engine.worker import Worker
 from petra.errors import ModelError, require
 from petra.torch_private import Hook, hooks_of, take_hooks
@@ -19,7 +19,7 @@ def call_hooks_of(worker: Worker) -> None:
     """Call the hooks that the parameters of a worker have now at its updates from now on."""
     parts = worker.update.parts
     if worker.update.part(ParameterHooks) is None:
-        parts.insert(next(i for i, part in enumerate(parts) if isinstance(part, Norm)), ParameterHooks(worker))
+        parts.insert(next(i for i, part in enumerate(parts) if isinstance(part, GradientNorm)), ParameterHooks(worker))
     worker.update[ParameterHooks].take()
 
 
@@ -34,7 +34,7 @@ class ParameterHooks(Part):
         self._gradients, self._scale = worker.stage.gradients, worker.update.part(LossScale)
         self._taken: dict[nn.Parameter, list[Mapping[int, Hook]]] = {}
         self._kept: list[tuple[nn.Parameter, Tensor | None]] = []
-        step = worker.update[Step]
+        step = worker.update[OptimizerStep]
         step.reads_skip = True
         if step.optimizer is not None:
             step.optimizer.register_step_pre_hook(self._call_late)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from petra.engine.options.remedy import Remedy
-from petra.engine.update import Part, Pending, Step
+from petra.engine.update import OptimizerStep, Part, Pending
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.transport.port import locate_errors
@@ -82,7 +82,7 @@ def divide_state(worker: Worker, group: dist.ProcessGroup) -> None:
     if optimizer is not None:
         shares = divide(worker.stage.gradients.parameters, group.size())
         keep_share(optimizer, shares, group.rank())
-        step = next(i for i, part in enumerate(parts) if isinstance(part, Step))
+        step = next(i for i, part in enumerate(parts) if isinstance(part, OptimizerStep))
         parts.insert(step + 1, BroadcastWeights(worker.index, shares, group))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.options.loss_scale import LossScale
-from petra.engine.update import Step
+from petra.engine.update import OptimizerStep
 from petra.engine.worker import Worker
 
 Kinds = dict[str, dict[Tensor, Tensor]]
@@ -51,7 +51,7 @@ def load_kinds(worker: Worker, kinds: Kinds, numbers: Mapping[str, float], clock
     update.done, update.last_t = int(numbers["done"]), int(numbers["t"])
     for part in update.parts:
         part.load(numbers)
-    step, scale = update[Step], update.part(LossScale)
+    step, scale = update[OptimizerStep], update.part(LossScale)
     if step.optimizer is not None:
         _load_optimizer(step.optimizer, kinds)
         if update.last_t:
