@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.two_stages import sgd
-from launch.bench.contestants import Batches, Run, Setting, as_tuple
+from launch.bench.contestants import Batches, Contestant, Setting, as_tuple
 
 
-def deepspeed(setting: Setting, batches: Batches) -> Run:
+def deepspeed(setting: Setting, batches: Batches) -> Contestant:
     """Use DeepSpeed's pipeline engine, without ZeRO, in float32."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.update(LOCAL_RANK=str(setting.rank), LOCAL_SIZE=str(len(setting.stages)))
@@ -50,7 +50,7 @@ def deepspeed(setting: Setting, batches: Batches) -> Run:
     return setting.run(own, lambda: engine.train_batch(iter(data)))
 
 
-def torchgpipe(setting: Setting, batches: Batches) -> Run:
+def torchgpipe(setting: Setting, batches: Batches) -> Contestant:
     """Use torchgpipe, with all stages in one process and stored graphs. On a CPU it has one worker thread for all stages."""
     from torchgpipe import GPipe
 
@@ -63,7 +63,7 @@ def torchgpipe(setting: Setting, batches: Batches) -> Run:
     return _alone(setting, build)
 
 
-def checkpointed(setting: Setting, batches: Batches) -> Run:
+def checkpointed(setting: Setting, batches: Batches) -> Contestant:
     """Train in one process with a checkpoint around every block."""
     from torch.utils.checkpoint import checkpoint
 
@@ -80,7 +80,7 @@ def checkpointed(setting: Setting, batches: Batches) -> Run:
     return _alone(setting, build)
 
 
-def _alone(setting: Setting, build: Callable[[Sequence[nn.Module]], Callable[[], None]]) -> Run:
+def _alone(setting: Setting, build: Callable[[Sequence[nn.Module]], Callable[[], None]]) -> Contestant:
     """Return a contestant that runs in the first process only. The other processes wait for it."""
     if setting.rank != 0:
         return setting.run({}, lambda: None)

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from benchmarks.pipeline_peers import checkpointed, deepspeed, torchgpipe
 from benchmarks.report import benchmark_parser, in_processes, installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
-from launch.bench.contestants import Batches, Peer, Run, Setting, petra, torch_schedule
+from launch.bench.contestants import Batches, Contestant, Peer, Setting, petra, torch_schedule
 from petra import METHODS, Keep, Method, Numerics
 from petra.cost_model.costs import StageCost, pipeline_costs, profile_blocks
 from petra.cost_model.machines import Link, measure_link
@@ -66,7 +66,7 @@ def plain_update(setting: Setting, batches: Batches) -> tuple[list[Tensor], list
     return before, [_weights(block) for block in network.children()]
 
 
-def require_plain_update(name: str, run: Run, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+def require_plain_update(name: str, run: Contestant, before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
     """Make the contestant's first update, and compare it with plain autograd's.
 
     Raises:

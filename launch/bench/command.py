@@ -28,7 +28,7 @@ from ..doctor.machine import inspect_machine
 from ..runtime.agent import LOOPBACK
 from ..runtime.rank import Process
 from ..runtime.terminal import command, parser_for
-from .measure import ALONE, CONTESTANTS, TINY, WORKS, Trial
+from .measure import ALONE, CONTESTANTS, TINY, WORKS, Measurement
 from .page import as_table, write_page
 
 ROUNDS = 5
@@ -52,7 +52,7 @@ class Workers:
         self._agent: subprocess.Popen[bytes] | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this object)
 
-    def measure(self, trial: Trial) -> dict[str, Any]:
+    def measure(self, trial: Measurement) -> dict[str, Any]:
         """Return what :func:`launch.bench.measure.measure` returns.
 
         Raises:
@@ -133,17 +133,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def cases(tiny: bool, devices: int, only: Sequence[str]) -> Iterator[tuple[str, Trial, list[str]]]:
+def cases(tiny: bool, devices: int, only: Sequence[str]) -> Iterator[tuple[str, Measurement, list[str]]]:
     """Yield each case with its name, its measurement without contestant, and its contestants."""
     possible = [name for name in CONTESTANTS if devices > 1 or name in (ALONE, "PETRA")]
     for kind, compiler in {"eager": None, "compiled": "aot_eager" if tiny else "inductor"}.items():
         for work in WORKS:
             name = f"{work}, {kind}"
             if contestants := [each for each in possible if any(text in f"{name}: {each}" for text in only)]:
-                yield name, Trial(work, "", 1, 1 if tiny else 3, compiler, tiny), contestants
+                yield name, Measurement(work, "", 1, 1 if tiny else 3, compiler, tiny), contestants
 
 
-def compare(workers: Workers, case: str, trial: Trial, contestants: Sequence[str], end: float) -> dict[str, Entry]:
+def compare(workers: Workers, case: str, trial: Measurement, contestants: Sequence[str], end: float) -> dict[str, Entry]:
     """Find the best microbatch size of each contestant in half of the time, then measure all in turn, round by round."""
     half = (time.monotonic() + end) / 2
     entries: dict[str, Entry] = {name: {"sizes": {}, "rounds": [], "error": None} for name in contestants}

@@ -74,26 +74,26 @@ class Setting:
         start = sum(self.stages[:stage])
         return range(start, start + self.stages[stage])
 
-    def layers(self, blocks: Iterable[int], *, divided: bool = True) -> dict[int, Layer]:
+    def layers(self, blocks: Iterable[int], *, divided: bool = True) -> dict[int, FormattedBlock]:
         """Build blocks for other libraries, by their index in the model. Messages travel between stages if they are ``divided``."""
         ends = [sum(self.stages[:j]) for j in range(1, len(self.stages)) if divided]
-        found = {b: Layer(self.model.build_block(b, 0), self.numerics, b in ends, b + 1 in ends) for b in blocks}
+        found = {b: FormattedBlock(self.model.build_block(b, 0), self.numerics, b in ends, b + 1 in ends) for b in blocks}
         for layer in found.values() if self.compile else ():
             compile_block(layer.block, self.compile or "")
         return found
 
-    def chained(self, layers: dict[int, Layer]) -> Chained:
+    def chained(self, layers: dict[int, FormattedBlock]) -> Chained:
         """Return a module of layers on the device, with the memory format of the run."""
         module = Chained(*layers.values()).to(self.device)
         return module.to(memory_format=torch.channels_last) if self.numerics.channels_last else module  # type: ignore[call-overload]
 
-    def run(self, layers: dict[int, Layer], update: Callable[[], object]) -> Run:
+    def run(self, layers: dict[int, FormattedBlock], update: Callable[[], object]) -> Contestant:
         """Return the run of a contestant that repeats ``update``."""
-        return Run(repeated(update, self.k, self.device), {b: layer.block for b, layer in layers.items()})
+        return Contestant(repeated(update, self.k, self.device), {b: layer.block for b, layer in layers.items()})
 
 
 @dataclass(frozen=True)
-class Run:
+class Contestant:
     """One contestant in this process.
 
     Attributes:
@@ -107,11 +107,11 @@ class Run:
     pipeline: Pipeline | None = None
 
 
-Peer = Callable[[Setting, Batches], Run]
+Peer = Callable[[Setting, Batches], Contestant]
 """Builds a contestant in this process. Every process must call it."""
 
 
-class Layer(nn.Module):
+class FormattedBlock(nn.Module):
     """A block that takes and returns tuples or single tensors, and computes in the type and memory format of ``numerics``.
 
     Args:
@@ -166,7 +166,7 @@ class Chained(nn.Sequential):
 def petra(method: Method, transport: TransportName) -> Peer:
     """Use :class:`petra.Pipeline`."""
 
-    def build(setting: Setting, batches: Batches) -> Run:
+    def build(setting: Setting, batches: Batches) -> Contestant:
         pipeline = Pipeline(
             setting.model,
             setting.inputs,
@@ -186,7 +186,7 @@ def petra(method: Method, transport: TransportName) -> Peer:
                 return repeated(lambda: pipeline.train(batches, count), count, setting.device)(1)
             return period(pipeline, batches, count + pipeline.plan.delays[0] + 1)
 
-        return Run(train, blocks, pipeline)
+        return Contestant(train, blocks, pipeline)
 
     return build
 
@@ -194,7 +194,7 @@ def petra(method: Method, transport: TransportName) -> Peer:
 def torch_schedule(name: str) -> Peer:
     """Use a schedule of torch.distributed.pipelining: ``Schedule1F1B``, ``ScheduleGPipe`` or ``ScheduleInterleavedZeroBubble``."""
 
-    def build(setting: Setting, batches: Batches) -> Run:
+    def build(setting: Setting, batches: Batches) -> Contestant:
         from torch.distributed import pipelining
 
         # Schedule1F1B requires at least as many microbatches as stages. With one microbatch GPipe runs the same order.
@@ -219,7 +219,7 @@ def torch_schedule(name: str) -> Peer:
     return build
 
 
-def replicas(setting: Setting, batches: Batches) -> Run:
+def replicas(setting: Setting, batches: Batches) -> Contestant:
     """Train a replica in each process with torch's DistributedDataParallel. Replicas divide the microbatches equally.
 
     Gradients travel in the type of messages.
@@ -235,7 +235,7 @@ def replicas(setting: Setting, batches: Batches) -> Run:
     return setting.run(layers, _plain_update(setting, batches, module, own))
 
 
-def one_device(setting: Setting, batches: Batches) -> Run:
+def one_device(setting: Setting, batches: Batches) -> Contestant:
     """Train the whole network in the first process. The other processes wait for it."""
     if setting.rank > 0:
         return setting.run({}, lambda: None)

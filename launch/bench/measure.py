@@ -27,10 +27,10 @@ from petra.plan import Plan
 
 from ..runtime.agent import LOOPBACK, this_process
 from ..runtime.network import set_variables
-from .contestants import Batches, Peer, Run, Setting, one_device, petra, replicas, torch_schedule
+from .contestants import Batches, Contestant, Peer, Setting, one_device, petra, replicas, torch_schedule
 
 
-class Work(NamedTuple):
+class Workload(NamedTuple):
     """A network with its data. Without the side of an image, a sample is a window of tokens.
 
     ``sizes`` are the samples per microbatch that are tried. The last one is also the number of samples per device and update.
@@ -47,14 +47,14 @@ SGD = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, nesterov=True, fused=True)
 ADAMW = partial(torch.optim.AdamW, lr=1e-4, fused=True)
 IMAGES, TOKENS = {"classes": 1000, "stem": "imagenet"}, {"classes": 16_384, "dim": 1024, "depth": 24, "heads": 16, "size": 1024}
 WORKS = {
-    "RevNet-50": Work("revnet50", IMAGES, SGD, 224, (8, 16, 32, 64)),
-    "GPT": Work("revgpt", TOKENS, ADAMW, 1024, (1, 2, 4, 8)),
+    "RevNet-50": Workload("revnet50", IMAGES, SGD, 224, (8, 16, 32, 64)),
+    "GPT": Workload("revgpt", TOKENS, ADAMW, 1024, (1, 2, 4, 8)),
 }
 """Networks by name: RevNet-50 at 224², and a reversible GPT with 354 million parameters."""
 SMALL = {"classes": 64, "dim": 16, "depth": 4, "heads": 2, "size": 8}
 TINY = {
-    "RevNet-50": Work("revnet18", {"classes": 10, "width": 0.125}, SGD, 16, (1, 2)),
-    "GPT": Work("revgpt", SMALL, ADAMW, 8, (1, 2)),
+    "RevNet-50": Workload("revnet18", {"classes": 10, "width": 0.125}, SGD, 16, (1, 2)),
+    "GPT": Workload("revgpt", SMALL, ADAMW, 8, (1, 2)),
 }
 """Small networks in their place."""
 ALONE = "one device"
@@ -71,7 +71,7 @@ CONTESTANTS = (*PEERS, *(f"{name}{_BF16}" for name in PEERS if name != ALONE))
 
 
 @dataclass(frozen=True)
-class Trial:
+class Measurement:
     """What to measure.
 
     Attributes:
@@ -94,7 +94,7 @@ class Trial:
     host: bool = False
 
 
-def measure(trial: Trial, device: torch.device, rank: int, world: int) -> dict[str, Any]:
+def measure(trial: Measurement, device: torch.device, rank: int, world: int) -> dict[str, Any]:
     """Measure a contestant. Every process must call this, and gets the same result.
 
     Returns:
@@ -127,7 +127,7 @@ def measure(trial: Trial, device: torch.device, rank: int, world: int) -> dict[s
     return found
 
 
-def details(run: Run, device: torch.device, updates: int, seconds: float, k: int, targets: TensorSpec) -> dict[str, Any]:
+def details(run: Contestant, device: torch.device, updates: int, seconds: float, k: int, targets: TensorSpec) -> dict[str, Any]:
     """Return what only this process knows, or nothing if it does not train.
 
     ``idle`` is the share of the time in which its device runs no kernel besides communication. On a CPU, and where torch's profiler
@@ -172,7 +172,7 @@ def main() -> None:
         with process.process_group(device, timeout):
             while asked := json.loads(store.get(f"trial {number}")):
                 try:
-                    found = measure(Trial(**asked), device, process.rank, process.world)
+                    found = measure(Measurement(**asked), device, process.rank, process.world)
                 except Exception as error:
                     store.compare_set(f"result {number}", "", json.dumps({"error": f"rank {process.rank}: {first_line(error)}"}))
                     raise

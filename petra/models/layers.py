@@ -209,7 +209,7 @@ class PairStem(nn.Module):
         return x1.clone(), x2.clone()
 
 
-class Head(nn.Module):
+class ClassifierHead(nn.Module):
     """Global average pooling of every stream (B, C, H, W), and a linear layer from all averages to logits (B, classes)."""
 
     def __init__(self, features: int, classes: int) -> None:
@@ -222,12 +222,12 @@ class Head(nn.Module):
 
 
 class ActivatedHead(nn.Module):
-    """Normalisation and activation of the streams, followed by :class:`Head`. The head of a network of pre-activation blocks."""
+    """Normalisation and activation of the streams, followed by :class:`ClassifierHead`, for networks of pre-activation blocks."""
 
     def __init__(self, features: int, classes: int, style: Style = STANDARD) -> None:
         super().__init__()
         self.activation = nn.Sequential(*norm_act(features, style))
-        self.head = Head(features, classes)
+        self.head = ClassifierHead(features, classes)
 
     def forward(self, *streams: Tensor) -> Tensor:
         logits: Tensor = self.head(self.activation(torch.cat(streams, dim=1)))
@@ -332,7 +332,7 @@ def network(body: Body, classes: int) -> Model:
         ConfigError: If ``classes`` is not an integer >= 1.
     """
     require(classes >= 1, "model.classes", "an integer >= 1", classes)
-    head: Callable[[int, int], nn.Module] = partial(ActivatedHead, style=body.style) if body.preactivation else Head
+    head: Callable[[int, int], nn.Module] = partial(ActivatedHead, style=body.style) if body.preactivation else ClassifierHead
     return Model(body.name, (*body.blocks(), BlockSpec("head", partial(head, body.features, classes))))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.bench.measure import CONTESTANTS, TINY, Trial, measure
+from launch.bench.measure import CONTESTANTS, TINY, Measurement, measure
 from tests.emulated import device as emulated
 from tests.emulated.processes import run
 from tests.emulated.runs import Case
@@ -18,7 +18,7 @@ REFUSED = "torch DDP, bf16 messages"
 
 def measured(rank: int) -> dict[str, dict[str, Any]]:
     """Measure all contestants with small networks."""
-    trials = [Trial(work, name, 1, 1, tiny=True, details=True) for work in TINY for name in CONTESTANTS if name != REFUSED]
+    trials = [Measurement(work, name, 1, 1, tiny=True, details=True) for work in TINY for name in CONTESTANTS if name != REFUSED]
     return {f"{trial.work}: {trial.contestant}": measure(trial, torch.device("cuda", rank), rank, 2) for trial in trials}
 
 

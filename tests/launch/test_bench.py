@@ -13,7 +13,7 @@ from benchmarks.two_stages import sgd
 from launch.bench import command
 from launch.bench.command import Failed, Workers
 from launch.bench.contestants import Batches, Setting
-from launch.bench.measure import CONTESTANTS, PEERS, Trial
+from launch.bench.measure import CONTESTANTS, PEERS, Measurement
 from petra import TensorSpec
 from petra.models import MODELS
 from tests.support.processes import run_processes
@@ -43,11 +43,11 @@ def test_contestants_make_plain_updates(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
     """Trials that a run of the command asks for. Two samples are too many for 1F1B, and torch's compressed replicas fail."""
-    trials: list[Trial] = []
+    trials: list[Measurement] = []
 
-    def measure(workers: Workers, trial: Trial) -> dict[str, Any]:
+    def measure(workers: Workers, trial: Measurement) -> dict[str, Any]:
         trials.append(trial)
         if trial.contestant == "torch DDP, bf16 messages" or (trial.contestant == "torch 1F1B" and trial.batch == 2):
             raise Failed("rank 1: out of memory")
@@ -61,7 +61,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
 
 
 def test_contestants_alternate_at_their_best_sizes_and_failures_are_named(
-    asked: list[Trial], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[Measurement], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command.main(["gpu", "--out", str(tmp_path), "--only", "RevNet-50, eager"])
     rounds = [t for t in asked if t.updates == 2]
@@ -82,7 +82,7 @@ def test_contestants_alternate_at_their_best_sizes_and_failures_are_named(
 
 
 def test_what_has_no_time_is_named_and_bad_arguments_are_refused(
-    asked: list[Trial], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[Measurement], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         command.main(["gpu", "--out", str(tmp_path), "--minutes", "1e-9", "--only", "eager: PETRA"])
@@ -95,7 +95,7 @@ def test_what_has_no_time_is_named_and_bad_arguments_are_refused(
         assert capsys.readouterr().err.startswith(f"error: {expected}: ")
 
 
-def test_the_search_leaves_time_for_rounds(asked: list[Trial], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_leaves_time_for_rounds(asked: list[Measurement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A measurement takes 10 of 180 seconds: ten in the search, nine in rounds."""
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(asked)))
     command.main(["gpu", "--out", str(tmp_path), "--minutes", "3", "--only", "RevNet-50, eager"])
@@ -106,10 +106,10 @@ def test_the_search_leaves_time_for_rounds(asked: list[Trial], tmp_path: Path, m
 
 @pytest.mark.processes
 def test_processes_measure_again_after_a_failure() -> None:
-    workers, trial = Workers(1), Trial("GPT", "PETRA", 2, 1, tiny=True, details=True)
+    workers, trial = Workers(1), Measurement("GPT", "PETRA", 2, 1, tiny=True, details=True)
     try:
         with pytest.raises(Failed, match=r"^rank 0: .*unknown"):
-            workers.measure(Trial("GPT", "unknown", 1, 1, tiny=True))
+            workers.measure(Measurement("GPT", "unknown", 1, 1, tiny=True))
         found = workers.measure(trial)
     finally:
         workers.stop()
