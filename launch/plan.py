@@ -33,7 +33,7 @@ from .config.schema import Config
 from .run.build import set_numerics, set_up
 from .run.costs import MEMORY_PARTS, show_progress, stage_memories
 from .run.markdown import table
-from .run.targets import factory
+from .run.targets import optimizer_factory
 from .runtime.rank import Process
 from .runtime.terminal import command, parser_for
 
@@ -163,7 +163,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     inputs, model, numerics, machines = setup.plan.layout.inputs, setup.plan.model, setup.plan.numerics, _machines(options)
     if options.measure:
         set_numerics(config.trainer)
-        blocks = profile_blocks(model, inputs, optimizer=factory("optim", config.optim), device=setup.device, numerics=numerics)
+        blocks = profile_blocks(model, inputs, optimizer=optimizer_factory(config.optim), device=setup.device, numerics=numerics)
     else:
         blocks = tuple(block.scaled(1e-12 / options.teraflops) for block in count_blocks(model, inputs, numerics))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs

@@ -142,6 +142,10 @@ class Pipeline:
         ports = connect(plan.layout.processes[process], self._source, self.loss_port, plan.boundaries, transport)
         with raise_on_all_ranks():
             self.workers = build_workers(plan, recipe, self.stages, ports, self.device)
+        if any(hasattr(worker.update.optimizer, "eval") for worker in self.workers.values()):
+            from petra.engine.options.optimizer_state import OptimizerModes
+
+            self.hooks.append(OptimizerModes([*self.workers.values()]))
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks)
         on_completed = when_completed(plan, recipe, self.workers, device, group)

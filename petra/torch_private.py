@@ -6,8 +6,9 @@ No other file uses private names of torch, so a new release of torch has to be c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -65,6 +66,12 @@ def version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that a tensor subclass without memory of its own consists of, by attribute; none for other tensors."""
+    names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
+    return {name: getattr(tensor, name) for name in names}
+
+
 def take_hooks(parameter: Tensor) -> Mapping[int, Hook]:
     """Remove the functions that ``register_hook`` has registered, and return them. Their handles remove them from the result.
 
@@ -97,6 +104,11 @@ def fake_tensor_mode() -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second
 
     return FakeTensorMode()
+
+
+def eager() -> AbstractContextManager[Any]:
+    """Return a context in which functions of ``torch.compile`` run without being compiled."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()  # it takes a second
 
 
 def default_group_timeout(device: torch.device) -> timedelta:

@@ -27,12 +27,12 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_602, 1_543),
+    ("petra/*.py",): Budget(1_618, 1_559),
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(700, 700),
-    ("petra/engine",): Budget(1_906, 1_906),
-    ("petra/engine/options",): Budget(1_688, 1_688),
+    ("petra/engine",): Budget(1_914, 1_914),
+    ("petra/engine/options",): Budget(1_798, 1_798),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_782, 1_782),
     ("petra/data",): Budget(1_909, 1_909),
@@ -41,22 +41,22 @@ ROOMS = {
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/huggingface",): Budget(1_260, 1_260),
     ("petra/diagnostics",): Budget(840, 840),
-    ("petra/cost_model",): Budget(1_528, 1_528),
+    ("petra/cost_model",): Budget(1_529, 1_529),
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_232, 1_232),
     ("launch/config",): Budget(810, 400),
-    ("launch/run",): Budget(1_820, 1_603),
+    ("launch/run",): Budget(1_870, 1_653),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(947, 947),
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_075, 3_075),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_200, 15_060),
+    ("tests", "stress"): Budget(17_250, 15_110),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_640, 26_058)
+BOTH = Budget(26_828, 26_246)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

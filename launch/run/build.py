@@ -37,7 +37,7 @@ from ..config.keys import is_shipped
 from ..config.schema import AUTO, Config, DataConfig, TrainerConfig
 from ..runtime.rank import Process
 from .data import data_sources, describe_inputs, unit_of
-from .targets import built, factory, imported, takes
+from .targets import built, factory, imported, optimizer_factory, takes
 
 THREADS = "OMP_NUM_THREADS"
 """Variable with the number of compute threads of a process. Results are equal bit for bit only for the same number."""
@@ -103,7 +103,7 @@ class Setup:
         discount = {"discount": round(config.remedy.discount * microbatches_per_epoch)} if takes(build, "discount") else {}
         remedies = build(**discount)
         return Recipe(
-            optimizer=factory("optim", config.optim),
+            optimizer=optimizer_factory(config.optim),
             learning_rate=learning_rate(config, microbatches_per_epoch),
             loss=Losses(loss, F.cross_entropy),
             metrics=_metrics(config.data, self.unit),

@@ -28,7 +28,7 @@ from ..config.schema import AUTO
 from ..runtime.rank import Process
 from .build import Choices, Setup
 from .markdown import table
-from .targets import factory
+from .targets import optimizer_factory
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     blocks = profile_blocks(
         plan.model,
         plan.layout.inputs,
-        optimizer=factory("optim", config.optim),
+        optimizer=optimizer_factory(config.optim),
         device=setup.device,
         numerics=plan.numerics,
         seed=config.seed,

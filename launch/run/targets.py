@@ -9,10 +9,14 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from hydra.utils import instantiate
+from torch import nn
 
 import petra.inplace_abn  # noqa: F401  adds its data sets to those of petra.data
+from petra.engine.options.optimizer_state import NUMBERS, entries, parts_of
 from petra.errors import ConfigError, first_line, invalid, require
+from petra.torch_private import eager
 
 from ..config.read import no_parameter
 from ..config.schema import GIVEN, Section
@@ -33,6 +37,54 @@ def factory(group: str, section: Section) -> Callable[..., Any]:
             raise no_parameter(f"{group}.{name}", value, section._target_, options)
     made: Callable[..., Any] = instantiate({"_target_": section._target_, **section.options, "_partial_": True, "_convert_": "all"})
     return made
+
+
+def optimizer_factory(section: Section) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Return the function that builds the optimizer of a stage from its module.
+
+    A target whose first parameter is called ``params``, such as an optimizer class, is called with the module's trained parameters,
+    any other with the module. A class of another package than torch is tried first: two steps of a small layer.
+
+    Raises:
+        ConfigError: As for :func:`factory`, or if the trial fails, changes no weights, or leaves state that can't be saved.
+    """
+    function: Callable[..., torch.optim.Optimizer] = factory("optim", section)
+    if next(iter(signature(function).parameters), "") != "params":
+        return function
+
+    def made(module: nn.Module) -> torch.optim.Optimizer:
+        return function([p for p in module.parameters() if p.requires_grad])
+
+    if not section._target_.startswith("torch.optim."):
+        _try_optimizer(made, section._target_)
+    return made
+
+
+def _try_optimizer(function: Callable[[nn.Module], torch.optim.Optimizer], target: str) -> None:
+    module = nn.Linear(64, 64)  # torchao quantizes states of at least 4096 elements
+    weights = module.weight.detach().clone()
+    try:
+        optimizer: Any = function(module)
+        if not hasattr(optimizer, "state"):  # refused by the pipeline
+            return
+        before = {name: repr(value) for name, value in entries(optimizer).items()}
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        with eager():
+            for _ in range(2):
+                for p in module.parameters():
+                    p.grad = torch.ones_like(p)
+                optimizer.step()
+    except Exception as error:
+        expected = "an optimizer of any parameters, whose step needs no arguments"
+        raise invalid("optim._target_", expected, f"{target} ({type(error).__name__}: {first_line(error)})") from error
+    require(not weights.equal(module.weight), "optim._target_", "an optimizer whose step changes weights", target)
+    states = {kind: value for p in module.parameters() for kind, value in optimizer.state.pop(p, {}).items()}
+    unsaved = [kind for kind, value in states.items() if value is not None and not parts_of(kind, value)] + [*optimizer.state]
+    changed = {name: value for name, value in entries(optimizer).items() if repr(value) != before.get(name)}
+    unsaved += [name for name, value in changed.items() if type(value).__name__ not in NUMBERS]
+    expected = "an optimizer that keeps tensors by parameter, and numbers, which checkpoints contain"
+    require(not unsaved, "optim._target_", expected, f"{target}, which also keeps {', '.join(unsaved)}")
 
 
 def built(kind: type[Built], group: str, section: Section, **given: Any) -> Built:

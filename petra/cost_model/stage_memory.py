@@ -26,7 +26,7 @@ from petra.plan.messages import boundary
 from petra.plan.plan import StagePlan
 from petra.settings import Numerics
 from petra.specs import Message, MessageSpec, TensorSpec
-from petra.torch_private import DEVICE, TorchDispatchMode, fake_tensor_mode, storage_key, tree_leaves
+from petra.torch_private import DEVICE, TorchDispatchMode, eager, fake_tensor_mode, inner_tensors, storage_key, tree_leaves
 from petra.transport.packing import Packing
 
 Receive = Callable[[int], Message]
@@ -177,14 +177,15 @@ def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | Non
         for remedy in recipe.remedies:
             remedy.parts(stage, optimizer, run, plan.index)  # hooks of the optimizer refer to them
     try:
-        optimizer.step()
+        with eager():
+            optimizer.step()
+            before = live.most = live.now
+            optimizer.step()
     except Exception as error:
         if type(error).__name__ != "DataDependentOutputException":
             raise
         expected = "an optimizer that reads no values of tensors, to predict memory"
         raise invalid("optim", expected, type(optimizer).__name__) from error
-    before = live.most = live.now
-    optimizer.step()
     return before - begin, live.most - before
 
 
@@ -236,7 +237,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None  # updates in place; FakeTensorMode would run the optimizer's kernel on real tensors
         found = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(found):
-            if isinstance(tensor, Tensor) and storage_key(tensor) not in self._seen:
+            if isinstance(tensor, Tensor) and not inner_tensors(tensor) and storage_key(tensor) not in self._seen:
                 self._add(storage_key(tensor), tensor.untyped_storage())
         return found
 

@@ -177,6 +177,10 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         if optimizer is not None:
             remedy.prepare(optimizer)
             remedial += remedy.parts(stage, optimizer, plan, j)
+    if optimizer is not None and not type(optimizer).__module__.startswith(("torch.optim.", "petra.")):
+        from petra.engine.options.optimizer_state import OptimizerNumbers
+
+        remedial.append(OptimizerNumbers(optimizer, rules, remedial))
     clip, last = [] if rules.clip is None else [Clip(rules.clip)], j == len(plan.stages) - 1
     checked: list[Part] = [*clip, FiniteCheck(stage, j + 1, rules, device, last=last)]
     if rules.loss_scale is not None:
@@ -254,6 +258,7 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
     name, step = type(optimizer).__name__, getattr(optimizer, "step", None)
     fits = callable(step) and hasattr(optimizer, "param_groups")
     require(fits, "optimizer", "a function that returns a torch.optim.Optimizer", f"one that returns {name}")
+    require(hasattr(optimizer, "state"), "optimizer", "one whose state is a dictionary by parameter, for checkpoints", name)
     arguments = signature(optimizer.step).parameters.values()
     needed = [a for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     require(not needed, "optimizer", "one whose step needs no closure, since passes of other microbatches are in flight", name)

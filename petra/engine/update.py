@@ -147,7 +147,10 @@ class OptimizerStep(Part):
             rate = self.learning_rate(t)
             require(hasattr(rate, "__float__") and rate >= 0, f"learning_rate({t})", "a number >= 0", repr(rate))
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
 
 
 class Update:

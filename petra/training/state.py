@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from petra.engine.options.state import Kinds, kinds_of, load_kinds, numbers_of
+from petra.engine.options.optimizer_state import Kinds
+from petra.engine.options.state import kinds_of, load_kinds, numbers_of
 from petra.errors import DataError, invalid
 from petra.pipeline import Pipeline
 from petra.training.weight_files import State, load_into, read_tensors

@@ -6,14 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from petra.engine.options.loss_scale import LossScale
+from petra.engine.options.optimizer_state import Kinds, load_optimizer, parts_of
 from petra.engine.update import OptimizerStep
 from petra.engine.worker import Worker
-
-Kinds = dict[str, dict[Tensor, Tensor]]
-"""Tensors by kind, such as ``gradient`` or ``optimizer/momentum_buffer``, then by parameter."""
 
 
 def kinds_of(worker: Worker) -> Kinds:
@@ -26,8 +23,8 @@ def kinds_of(worker: Worker) -> Kinds:
     if worker.update.optimizer is not None:
         for parameter, values in worker.update.optimizer.state.items():
             for kind, value in values.items():
-                if value is not None:
-                    kinds[f"optimizer/{kind}"][parameter] = value
+                for name, tensor in parts_of(kind, value).items():
+                    kinds[f"optimizer/{name}"][parameter] = tensor
     kinds["method/previous"] |= worker.stage.previous()
     for part in worker.update.parts:
         for kind, tensors in part.tensors().items():
@@ -53,7 +50,7 @@ def load_kinds(worker: Worker, kinds: Kinds, numbers: Mapping[str, float], clock
         part.load(numbers)
     step, scale = update[OptimizerStep], update.part(LossScale)
     if step.optimizer is not None:
-        _load_optimizer(step.optimizer, kinds)
+        load_optimizer(step.optimizer, kinds)
         if update.last_t:
             step.set_learning_rate(update.last_t)  # weight prediction reads it before the next update
     for p in worker.stage.gradients.parameters:
@@ -64,19 +61,3 @@ def load_kinds(worker: Worker, kinds: Kinds, numbers: Mapping[str, float], clock
     worker.stage.resume(clock // worker.stage.gradients.k, kinds["method/previous"])
     for part in update.parts:
         part.resume(kinds)
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, kinds: Kinds) -> None:
-    """Restore an optimizer's state.
-
-    torch converts states to the type and device of the parameter, also numbers such as NAdam's product of momenta. The optimizer
-    keeps these in float32 on the CPU, and would otherwise round differently and wait for the GPU at each step.
-    """
-    prefix, packed = "optimizer/", optimizer.state_dict()
-    own = {kind.removeprefix(prefix): tensors for kind, tensors in kinds.items() if kind.startswith(prefix)}
-    order = [p for group in optimizer.param_groups for p in group["params"]]
-    saved = [{kind: tensors[p] for kind, tensors in own.items() if p in tensors} for p in order]
-    packed["state"] = {i: values for i, values in enumerate(saved) if values}
-    optimizer.load_state_dict(packed)
-    for p, values in zip(order, saved, strict=True):
-        optimizer.state[p].update({n: v.clone() for n, v in values.items() if n != "step" and v.dim() == 0 < p.dim()})
