@@ -176,6 +176,7 @@ class LossPort:
 
     def __init__(self, device: torch.device, losses: Losses, metrics: Mapping[str, Metric]) -> None:
         self.device, self.losses, self.metrics = device, losses, dict(metrics)
+        self._scalars = [name for name, metric in metrics.items() if size_of(metric) == 1]  # slow to find out
         self.data: DataSource | None = None
         self._pending: dict[int, Message] = {}
         self._training = True
@@ -204,9 +205,8 @@ class LossPort:
 
     def _report(self, output: Streams, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
         metrics = {name: metric(*output, targets) for name, metric in self.metrics.items()}
-        for name, value in metrics.items():
-            if size_of(self.metrics[name]) == 1:
-                _require_scalar(f"metric {name}", value)
+        for name in self._scalars:
+            _require_scalar(f"metric {name}", metrics[name])
         report = torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())])
         return _unless_empty(count, report)
 
