@@ -32,7 +32,7 @@ ROOMS = {
     ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(700, 700),
     ("petra/engine",): Budget(1_914, 1_914),
-    ("petra/engine/options",): Budget(1_798, 1_798),
+    ("petra/engine/options",): Budget(1_806, 1_806),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_782, 1_782),
     ("petra/data",): Budget(1_909, 1_909),
@@ -52,11 +52,11 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_075, 3_075),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_250, 15_110),
+    ("tests", "stress"): Budget(17_251, 15_111),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_828, 26_246)
+BOTH = Budget(26_836, 26_254)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -180,7 +180,7 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
     if optimizer is not None and not type(optimizer).__module__.startswith(("torch.optim.", "petra.")):
         from petra.engine.options.optimizer_state import OptimizerNumbers
 
-        remedial.append(OptimizerNumbers(optimizer, rules, remedial))
+        remedial.append(OptimizerNumbers(optimizer, rules, remedial, derive_seed(recipe.seed, -2, j)))
     clip, last = [] if rules.clip is None else [Clip(rules.clip)], j == len(plan.stages) - 1
     checked: list[Part] = [*clip, FiniteCheck(stage, j + 1, rules, device, last=last)]
     if rules.loss_scale is not None:

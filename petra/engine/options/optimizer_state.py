@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from petra.engine.stage import Stage
-from petra.engine.update import Part
+from petra.engine.update import Part, Pending
 from petra.engine.update_rules import UpdateRules
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hook
+from petra.reversible import derive_seed
 from petra.torch_private import inner_tensors
 
 NUMBERS: dict[str, type[int | float]] = {kind.__name__: kind for kind in (bool, int, float)}
@@ -87,16 +88,22 @@ def entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 class OptimizerNumbers(Part):
     """Saves the numbers that an optimizer has changed since it was built, such as counts of steps. Settings are not saved.
 
+    Seeds torch's generators before each step from ``seed`` and the number of updates, for optimizers that round stochastically:
+    replicas and resumed runs draw the same numbers.
+
     Raises:
         ConfigError: If the optimizer has weights of its own for evaluation, and a rule or another part acts on those for training.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rules: UpdateRules, others: Sequence[Part]) -> None:
-        self._optimizer, self._built = optimizer, entries(optimizer)
+    def __init__(self, optimizer: torch.optim.Optimizer, rules: UpdateRules, others: Sequence[Part], seed: int) -> None:
+        self._optimizer, self._built, self._seed = optimizer, entries(optimizer), seed
         if hasattr(optimizer, "eval"):
             expected = f"with {type(optimizer).__name__}, which has weights of its own for evaluation"
             require(rules.average is None, "optim.average", f"null {expected}", rules.average)
             require(not others, "remedy", f"none that acts at updates {expected}", [type(part).__name__ for part in others])
+
+    def run(self, pending: Pending) -> None:
+        torch.manual_seed(derive_seed(self._seed, pending.done))
 
     def numbers(self) -> dict[str, Any]:
         numbers = {name: value for name, value in entries(self._optimizer).items() if type(value).__name__ in NUMBERS}
