@@ -30,7 +30,7 @@ ROOMS = {
     ("petra/*.py",): Budget(1_618, 1_559),
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(930, 930),
-    ("petra/transport",): Budget(700, 700),
+    ("petra/transport",): Budget(691, 700),
     ("petra/engine",): Budget(1_914, 1_914),
     ("petra/engine/options",): Budget(1_806, 1_806),
     ("petra/staleness",): Budget(450, 450),

@@ -91,21 +91,15 @@ def connect(
         boundaries: Boundary after each stage except the last.
         transport: Transport to the neighbouring processes.
     """
-    ports: dict[int, tuple[Port, Port]] = {}
-    upstream: Port | None = source if 0 in stages else transport.upstream
-    for j in stages:
-        downstream: Port | None
-        following: Port | None = None
-        if j == len(boundaries):
-            downstream = loss_port
-        elif j + 1 in stages:
-            downstream, following = local_boundary(*boundaries[j])
-        else:
-            downstream = transport.downstream
-        assert upstream is not None
-        if downstream is transport.downstream is not None and j > stages[0]:  # x̃ is a view of the message from the next process
-            upstream = OwningPort(upstream)
-        assert downstream is not None
-        ports[j] = upstream, downstream
-        upstream = following
-    return ports
+    if not stages:
+        return {}
+    inside = [local_boundary(*boundaries[j]) for j in stages[:-1]]
+    first = source if 0 in stages else transport.upstream
+    last = loss_port if len(boundaries) in stages else transport.downstream
+    assert first is not None
+    assert last is not None
+    upstream = [first, *(port for _, port in inside)]
+    downstream = [*(port for port, _ in inside), last]
+    if inside and last is not loss_port:  # x̃ is a view of the message from the next process
+        upstream[-1] = OwningPort(upstream[-1])
+    return dict(zip(stages, zip(upstream, downstream, strict=True), strict=True))

@@ -26,11 +26,9 @@ class _Place(NamedTuple):
     @staticmethod
     def of(spec: TensorSpec, start: int) -> _Place:
         """Return the place of a tensor that begins at byte ``start``."""
-        innermost_first = (1, 3, 2, 0) if spec.channels_last else range(len(spec.shape))[::-1]
-        strides, step = [0] * len(spec.shape), 1
-        for dimension in innermost_first:
-            strides[dimension], step = step, step * spec.shape[dimension]
-        return _Place(spec.dtype, spec.shape, tuple(strides), start // spec.dtype.itemsize)
+        memory_format = torch.channels_last if spec.channels_last else torch.contiguous_format
+        strides = torch.empty(spec.shape, device="meta", memory_format=memory_format).stride()
+        return _Place(spec.dtype, spec.shape, strides, start // spec.dtype.itemsize)
 
 
 class Packing:
