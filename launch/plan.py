@@ -102,8 +102,9 @@ class Candidate:
 
     def setting(self) -> list[str]:
         """Return the keys of a configuration that select the method, its partition and its delays."""
-        name, delay = self.method.name.partition(",")[0], self.method.delay
-        chosen: dict[str, object] = {"method": name}
+        (name, _, kept), delay = self.method.name.partition(", method.keep="), self.method.delay
+        name = name.partition(",")[0]
+        chosen: dict[str, object] = {"method": name, **({"method.keep": kept} if kept else {})}
         if {*self.tuned.stages} != {1}:  # by default, each block is a stage
             chosen["trainer.stages"] = list(self.tuned.stages)
         if delay not in ((), METHODS[name].delay):
@@ -168,7 +169,10 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         blocks = tuple(block.scaled(1e-12 / options.teraflops) for block in count_blocks(model, inputs, numerics))
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, {})
-    for done, method in enumerate(methods := [*PREDICTED.values(), AUTO_DELAY], 1):
+    own, methods = setup.plan.method, [*PREDICTED.values(), AUTO_DELAY]
+    if own.keep != METHODS.get(own.name, own).keep:
+        methods.append(replace(own, name=f"{own.name}, method.keep={config.method.keep}"))
+    for done, method in enumerate(methods, 1):
         show_progress(f"{method.name}: method {done} of {len(methods)}")
         memories, tune_delay = None if method is ZB_H1 else predicted, method is AUTO_DELAY
         try:
@@ -192,7 +196,8 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         best = recommend(trained)
         several = ["--nproc", str(count * config.dp)] if count * config.dp > 1 else []
         lines.append(f"recommended: {' '.join(best.setting())}")
-        lines.append(f"to train: {shlex.join(['petra', 'train', *several, *overrides, *best.setting()])}")
+        others = [override for override in overrides if not override.startswith("method")]
+        lines.append(f"to train: {shlex.join(['petra', 'train', *several, *others, *best.setting()])}")
         device = max(range(count), key=lambda j: best.memory[j].total)
         parts = (f"{part} {getattr(best.memory[device], part) / 1e9:.3g}" for part in MEMORY_PARTS)
         lines.append(f"memory of its fullest device, {device + 1}, in GB: {', '.join(parts)}")

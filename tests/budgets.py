@@ -43,7 +43,7 @@ ROOMS = {
     ("petra/diagnostics",): Budget(840, 840),
     ("petra/cost_model",): Budget(1_529, 1_529),
     ("petra/analysis",): Budget(400, 400),
-    ("launch/*.py", "launch/templates"): Budget(1_232, 1_232),
+    ("launch/*.py", "launch/templates"): Budget(1_237, 1_237),
     ("launch/config",): Budget(810, 400),
     ("launch/run",): Budget(1_870, 1_653),
     ("launch/runtime",): Budget(680, 710),
@@ -52,11 +52,11 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_075, 3_075),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_251, 15_111),
+    ("tests", "stress"): Budget(17_254, 15_114),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_836, 26_254)
+BOTH = Budget(26_833, 26_251)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
