@@ -7,10 +7,11 @@ from petra.errors import ConfigError
 from petra.huggingface.inputs import FIELDS, next_tokens, stack
 
 try:
+    from petra.huggingface.coupling import Momentum
     from petra.huggingface.load import from_pretrained
     from petra.huggingface.save import save_pretrained
     from petra.huggingface.trainer import PetraTrainer
 except ImportError as error:
     raise ConfigError(f"petra.huggingface: expected transformers (pip install -e '.[huggingface]'), got {error}") from error
 
-__all__ = ["FIELDS", "PetraTrainer", "from_pretrained", "next_tokens", "save_pretrained", "stack"]
+__all__ = ["FIELDS", "Momentum", "PetraTrainer", "from_pretrained", "next_tokens", "save_pretrained", "stack"]

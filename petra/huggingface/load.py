@@ -18,6 +18,7 @@ from torch import nn
 from transformers.utils import logging
 
 from petra.errors import ConfigError, Count, ModelError, first_line, invalid, require
+from petra.huggingface.coupling import Momentum, coupled
 from petra.huggingface.inputs import FIELDS, row_names
 from petra.huggingface.split import DECODERS, split
 from petra.model import BlockSpec, Model
@@ -63,7 +64,12 @@ def adapted(model: Any, rank: int) -> Any:
 
 
 def from_pretrained(
-    source: str | Path | Any, *, fields: Sequence[str] = FIELDS[:1], delimiter: int | None = None, dtype: torch.dtype | None = None
+    source: str | Path | Any,
+    *,
+    fields: Sequence[str] = FIELDS[:1],
+    delimiter: int | None = None,
+    dtype: torch.dtype | None = None,
+    coupling: Momentum | None = None,
 ) -> Model:
     """Return a model of one block for the embedding, one for each layer, and one for the head, with pre-trained weights.
 
@@ -89,6 +95,7 @@ def from_pretrained(
         delimiter: Token with which every document begins. Positions then restart there, and attend to their own document only.
             None: a row is one document.
         dtype: Type of the weights. None: that of a model that is passed, and float32 for a folder.
+        coupling: Makes the first layers reversible. The network is then another one, and its loss has to be tuned.
 
     Raises:
         ConfigError: If the checkpoint can't be read, or needs code of its own (``trust_remote_code``).
@@ -99,6 +106,7 @@ def from_pretrained(
     model = base_of(model)
     parts, added = untied(split(model, rows, delimiter))
     report_untied(added)
+    parts = parts if coupling is None else coupled(parts, coupling)
     specs = Model.of(type(model).__name__, parts)
     dtype = torch.float32 if named and dtype is None else dtype
     built = {spec.name: partial(_built, parts[spec.name], spec.build, dtype) for spec in specs.blocks}

@@ -22,6 +22,7 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
     """Write trained weights as a checkpoint that ``from_pretrained`` of ``transformers`` loads.
 
     Embedding and head are written apart, with ``tie_word_embeddings=false``. Adapters are added to the weights that they adapt.
+    Layers with a coupling are written without it.
 
     Args:
         source: What :func:`petra.huggingface.from_pretrained` was given: a folder, whose tokenizer is copied, or a model, which
@@ -43,6 +44,7 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
     untie(model)
     for name, block in split(model, FIELDS[:1], None).items():
         own = {key.removeprefix(f"{name}."): t for key, t in state.items() if key.startswith(f"{name}.")}
+        own = {key.removeprefix("f.").removeprefix("block."): t for key, t in own.items()}  # of a coupling
         block.to(next(iter(own.values())).dtype)
         try:
             block.load_state_dict(own)
