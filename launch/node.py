@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the processes of this node."""
     stop_before_start()
     parser = parser_for(__doc__)
-    parser.add_argument("--module", default="launch.train", help="module to run: launch.train (default) or launch.doctor")
+    parser.add_argument("--module", default="launch.train", help="launch.train (default), launch.doctor or launch.selftest")
     options, overrides = parser.parse_known_args(arguments)
     node = Node.from_environment(os.environ)
     run_agent(node.flags(), own_module(options.module), overrides)

@@ -17,6 +17,7 @@ from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.recorder import Recorder, StageTimes, gathered_intervals
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.engine.options.compile import WarmUp
 from petra.engine.options.replicas import Replicas
 from petra.engine.options.watchdog import Watchdog
 from petra.errors import Interrupted
@@ -197,7 +198,8 @@ class TrainingRun:
             pipeline.measures.append(times.metrics)
         quiet = 1 if config.compile is None else 2 * len(plan.stages) + 2  # the neighbours' blocks are compiled in the first rounds
         watchdog = Watchdog(pipeline.workers, pipeline.rank, config.watchdog, quiet=quiet)
-        hooks: tuple[Hook | None, ...] = (times, recorder, ReconstructionMonitor(pipeline), quality, watchdog)
+        warm_up = None if config.compile is None else WarmUp(plan, pipeline.stages, pipeline.device)
+        hooks: tuple[Hook | None, ...] = (times, recorder, ReconstructionMonitor(pipeline), quality, warm_up, watchdog)
         with ExitStack() as stack:
             for hook in filter(None, hooks):
                 stack.enter_context(pipeline.hooks.attached(hook))

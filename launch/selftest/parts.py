@@ -18,6 +18,7 @@ from petra import METHODS, Numerics, Pipeline, Recipe, Runtime, TensorSpec
 from petra.cost_model.memory import predict_memory
 from petra.diagnostics.process_memory import peak_memory, release_memory
 from petra.distributed import all_gather_objects
+from petra.engine.options.compile import WarmUp
 from petra.engine.options.watchdog import Watchdog
 from petra.inplace_abn import InPlaceABN
 from petra.models import MODELS
@@ -92,7 +93,10 @@ def build(options: Options, device: torch.device) -> tuple[Pipeline, RandomData]
         numerics=Numerics(type_of(options.get("precision", "float32")), options.get("channels_last", False)),
         runtime=Runtime(device, options.get("transport", "auto"), compile=options.get("compile")),
     )
-    quiet = 1 if options.get("compile") is None else 2 * len(pipeline.plan.stages) + 2
+    quiet = 1
+    if options.get("compile") is not None:
+        quiet = 2 * len(pipeline.plan.stages) + 2
+        pipeline.hooks.append(WarmUp(pipeline.plan, pipeline.stages, pipeline.device))
     pipeline.hooks.append(Watchdog(pipeline.workers, pipeline.rank, options.get("patience", 20.0), quiet=quiet))
     return pipeline, RandomData(inputs, classes, dp)
 

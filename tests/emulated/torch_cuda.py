@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +188,6 @@ def _memory_stats(device: Any = None) -> dict[str, Any]:
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
-    uuid = f"GPU-emulated-{index_of(device)}"
+    uuid = f"GPU-emulated-{os.environ.get('GROUP_RANK', 0)}-{index_of(device)}"  # agents on one host stand for machines
     size = {"total_memory": 80 * GIBIBYTE, "multi_processor_count": 132}
     return SimpleNamespace(name="emulated", major=9, minor=0, uuid=uuid, **size)
