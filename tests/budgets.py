@@ -47,7 +47,7 @@ ROOMS = {
     ("launch/config",): Budget(810, 400),
     ("launch/run",): Budget(1_870, 1_653),
     ("launch/runtime",): Budget(680, 710),
-    ("launch/doctor", "launch/selftest"): Budget(951, 951),
+    ("launch/doctor", "launch/selftest"): Budget(950, 950),
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_273, 3_273),
@@ -56,7 +56,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_954, 26_372)
+BOTH = Budget(26_708, 26_129)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
