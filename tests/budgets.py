@@ -31,8 +31,8 @@ ROOMS = {
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(930, 930),
     ("petra/transport",): Budget(691, 700),
-    ("petra/engine",): Budget(1_906, 1_906),
-    ("petra/engine/options",): Budget(1_754, 1_754),
+    ("petra/engine",): Budget(1_914, 1_914),
+    ("petra/engine/options",): Budget(1_871, 1_871),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_782, 1_782),
     ("petra/data",): Budget(1_909, 1_909),
@@ -45,18 +45,18 @@ ROOMS = {
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_237, 1_237),
     ("launch/config",): Budget(810, 400),
-    ("launch/run",): Budget(1_870, 1_653),
+    ("launch/run",): Budget(1_872, 1_655),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(950, 950),
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_273, 3_273),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_330, 15_190),
+    ("tests", "stress"): Budget(17_376, 15_236),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_708, 26_129)
+BOTH = Budget(27_026, 26_444)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
