@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from io import StringIO
 from pathlib import Path
 
-from petra.errors import invalid, require
+from petra.errors import accepted, invalid, require
 
 from . import own_module
 from .runtime.rank import integer
@@ -51,7 +52,7 @@ def run(words: list[str]) -> None:
     if name in ("-h", "--help"):
         print(usage())
     elif name == "--version":
-        print(f"petra {installed_version()}")
+        print("petra", next((found.version for found in distributions(name="petra")), "(not installed)"))
     elif name == "-sc":
         complete(rest)
     elif name not in (known := commands()):
@@ -84,18 +85,25 @@ def start(name: str, program: str, rest: list[str]) -> None:
 def complete(words: list[str]) -> None:
     """Do what Hydra's script for bash asks: ``install=bash`` prints it, ``query=bash`` completes the line in ``COMP_LINE``.
 
-    Hydra, which knows neither commands and flags nor keys with defaults in signatures, gets the arguments ``key=value`` and the
-    last word. Errors in the arguments are not printed: they would appear in the line.
+    Hydra, which knows neither commands and flags nor keys with defaults in signatures nor names that a key accepts, gets the
+    arguments ``key=value`` and the last word. Errors in the arguments are not printed: they would appear in the line.
     """
     *before, last = os.environ.get("COMP_LINE", "").split(" ")
     if words != ["query=bash"]:
         start("train", "petra", ["-sc", *words])
     elif len(before) < 2:
         print(*(name for name in commands() if name.startswith(last)))
-    elif before[1] in CONFIGURED and not last.startswith("-"):
-        from .config.read import all_keys
+    elif last.startswith("-") and before[1] in commands():
+        with redirect_stdout(StringIO()) as text, suppress(SystemExit):
+            start(before[1], f"petra {before[1]}", ["--help"])
+        print(*sorted(flag for flag in {*re.findall("--[a-z-]+", text.getvalue())} if flag.startswith(last)))
+    elif before[1] in CONFIGURED:
+        from .config.read import all_keys, configurations
 
-        print(*(f"{key}=" for key in all_keys() if "." in last and key.startswith(last)))
+        known, (name, equals, value) = all_keys(), last.partition("=")
+        names = accepted(known[name].hint) if name in known else configurations(name) if name.isidentifier() else ()
+        print(*(f"{name}={each}" for each in names if equals and " " not in each and each.startswith(value)))
+        print(*(f"{key}=" for key in known if "." in last and key.startswith(last)))
         os.environ["COMP_LINE"] = " ".join(["petra", *(word for word in before if "=" in word and word[0] != "-"), last])
         with redirect_stderr(StringIO()):
             start("train", "petra", ["-sc", *words])
@@ -109,14 +117,6 @@ def usage() -> str:
         sentence = text.splitlines()[0].partition(": ")[0].partition(". ")[0].rstrip(".:")
         lines.append(f"  petra {name:<12} {sentence[:1].lower()}{sentence[1:]}")
     return USAGE.format(commands="\n".join(lines)).rstrip()
-
-
-def installed_version() -> str:
-    """Return the version of the installed package."""
-    try:
-        return version("petra")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def take_processes(words: list[str]) -> tuple[int | None, list[str]]:

@@ -52,7 +52,7 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_273, 3_273),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_376, 15_236),
+    ("tests", "stress"): Budget(17_390, 15_250),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
