@@ -1,6 +1,7 @@
 """Benchmarks: contestants compute the same, commands run with tiny sizes; grid, search and records of the staleness benchmark."""
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -147,6 +148,11 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
         pairs = ((late, figures.final(records["j16_backprop_k8_adamw"])), (dsp, late), (petra, dsp))
         parts = [figures.difference(*pair) or (0, 0) for pair in pairs]
         assert f"| {staleness} | {' | '.join(f'{mean:.2f} ± {half:.2f}' for mean, half in parts)} |" in page
+    claims = re.findall(r"`(j\d+_\w+)` − `(j\d+_\w+)` \| (\S+ ± \S+) \|", page)
+    for cell, other, stated in claims:
+        mean, half = figures.difference(figures.final(records[cell]), figures.final(records[other])) or (0, 0)
+        assert f"{mean:.2f} ± {half:.2f}" == stated
+    assert len(claims) >= 10
     assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
     figures.draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000

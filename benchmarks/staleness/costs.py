@@ -226,7 +226,7 @@ def draw_times(records: Records, path: Path) -> None:
         loss, bandwidths = common_loss(found), [0.125e9 * 4**i for i in range(7)]
         for way in found:
             hours = [updates_until(way.curve, loss) * update_seconds(way, stages, each) / 3600 for each in bandwidths]
-            style = "--" if way.schedule in FLUSHES else "-"
+            style = ("--" if way.model == "revgpt" else ":") if way.schedule in FLUSHES else "-"
             axes.loglog([each * 8e-9 for each in bandwidths], hours, style, marker=".", label=way.name)
         axes.set(
             title=f"{stages} devices, {optimizer}, until {loss:.2f} nats per token",

@@ -121,9 +121,9 @@ def draw(records: Records, path: Path) -> None:
             lines[name].append((found[0]["staleness"], statistics.fmean(losses), spread))
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.add_subplot(xlabel="staleness of stage 1 (updates)", ylabel="loss on the test part (bits per byte)")
-    for name, points in sorted(lines.items()):
+    for i, (name, points) in enumerate(sorted(lines.items())):
         x, y, spread = zip(*sorted(points), strict=True)
-        axes.errorbar(x, y, spread, label=name, marker="o", capsize=3)
+        axes.errorbar(x, y, spread, label=name, marker="os^"[i // 10], capsize=3)  # colours repeat after 10 lines
     axes.grid(alpha=0.3)
     figure.legend(fontsize="small", loc="outside right upper")
     figure.savefig(path)
