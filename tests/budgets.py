@@ -47,16 +47,16 @@ ROOMS = {
     ("launch/config",): Budget(810, 400),
     ("launch/run",): Budget(1_872, 1_655),
     ("launch/runtime",): Budget(680, 710),
-    ("launch/doctor", "launch/selftest"): Budget(950, 950),
+    ("launch/doctor", "launch/selftest"): Budget(970, 970),
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_273, 3_273),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_390, 15_250),
+    ("tests", "stress"): Budget(17_400, 15_260),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_026, 26_444)
+BOTH = Budget(27_046, 26_464)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

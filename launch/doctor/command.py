@@ -27,7 +27,7 @@ from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints
 from ..runtime.terminal import command, help_wanted, plain
-from .links import LARGE_MESSAGE, Links, describe, measure_links, measure_speeds
+from .links import LARGE_MESSAGE, Links, describe, measure_links, measure_speeds, slow_links
 from .machine import INTERFACES, Report, find_differences, inspect_machine
 
 
@@ -73,7 +73,7 @@ def examine(config: Config, process: Process) -> None:
 
 def report_text(reports: Sequence[Report], links: Links, problems: Sequence[str]) -> str:
     """Return the whole report in Markdown."""
-    first = reports[0]
+    first, problems = reports[0], [*problems, *slow_links(reports, links)]
     machines = [(str(r.rank), r.node, r.device, f"{r.memory / 2**30:.1f}", str(r.cores)) for r in reports]
     text = f"{', '.join(f'{name} {value}' for name, value in first.versions.items())}\n\n"
     text += f"{table(('rank', 'node', 'device', 'memory (GiB)', 'cores'), machines)}\n"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.utils.benchmark import Timer
 
 from petra.cost_model.machines import Connection, Device, Link, Machines, exchange_seconds
 from petra.distributed import all_gather_objects
+from petra.errors import invalid
 from petra.plan.layout import processes_per_replica
 
 from .machine import Report
@@ -18,6 +20,8 @@ from .machine import Report
 SMALL_MESSAGE, LARGE_MESSAGE = 64, 64 * 2**20
 """Bytes of a message that is bound by latency, and of one about as large as a stage sends (64 CIFAR-10 images: 33.5 MB)."""
 ROUND_TRIPS, MESSAGES = 100, 4
+SLOWER = 3
+"""Factor by which a link must be slower than the median of its kind to be a problem."""
 SIZE, SECONDS = 1024, 0.3
 """Order of the matrices that are multiplied, and the time to measure for."""
 
@@ -57,6 +61,22 @@ def _measure(pair: tuple[int, int], device: torch.device) -> Connection:
     forward = exchange_seconds(large, small, peer, sends_first=left, repeats=MESSAGES)
     backward = exchange_seconds(small, large, peer, sends_first=left, repeats=MESSAGES)
     return Connection(Link(MESSAGES * LARGE_MESSAGE / forward, latency), Link(MESSAGES * LARGE_MESSAGE / backward, latency))
+
+
+def slow_links(reports: Sequence[Report], links: Links) -> Iterator[str]:
+    """Yield a problem for each link that is much slower, in its slower direction, than others inside nodes, or between nodes."""
+    for kind in ("inside a node", "between nodes"):
+        between = kind == "between nodes"
+        found = {
+            pair: min(link.forward.bandwidth, link.backward.bandwidth) / 1e9
+            for pair, link in links.items()
+            if (reports[pair[0]].node != reports[pair[1]].node) is between
+        }
+        usual = median(found.values()) if found else 0.0
+        for (rank, other), bandwidth in found.items():
+            if SLOWER * bandwidth < usual:
+                expected = f"about {usual:.3g} GB/s, the median of the links {kind}"
+                yield str(invalid(f"ranks {rank} – {other}", expected, f"{bandwidth:.3g} GB/s"))
 
 
 def measure_speeds(device: torch.device) -> list[float]:

@@ -22,6 +22,7 @@ from launch.selftest.command import run_all, write_report
 from launch.selftest.parts import PARTS
 from launch.selftest.plan import LARGEST_DIFFERENCE, Trial, judge, plan
 from petra import METHODS
+from petra.cost_model.machines import Connection, Link
 from tests.support.commands import ALONE
 from tests.support.processes import run_processes
 
@@ -65,6 +66,17 @@ def test_differences_between_processes() -> None:
         "multiple of 4 if that many fit",
         "devices: expected the same kind on every rank, got cpu and cuda",
     ]
+
+
+def test_a_link_much_slower_than_others_of_its_kind_is_a_problem() -> None:
+    reports = [Report(i, "1" if i > 3 else "0", "cpu", 0, 1, {}, {}, ()) for i in range(6)]
+    speeds = {(0, 1): (24, 24), (1, 2): (24, 7), (2, 3): (20, 25), (3, 4): (1, 1), (4, 5): (9, 30)}
+    measured = {pair: Connection(*(Link(gb * 1e9, 1e-5) for gb in both)) for pair, both in speeds.items()}
+    expected = "ranks 1 – 2: expected about 14.5 GB/s, the median of the links inside a node, got 7 GB/s"
+    assert list(links.slow_links(reports, measured)) == []
+    measured[1, 2] = Connection(Link(24e9, 1e-5), Link(4e9, 1e-5))
+    assert list(links.slow_links(reports, measured)) == [expected.replace("7", "4")]
+    assert expected.replace("7", "4") in doctor.report_text(reports, measured, [])
 
 
 def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
