@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import time
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
@@ -86,6 +88,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
     ) -> None:
         super().__init__(*arguments, **named)
         check_arguments(self)
+        atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # gloo's threads could abort the process
         # Every process reads all batches: accelerate would divide them.
         config = self.accelerator.dataloader_config
         self.accelerator.prepare = partial(
@@ -120,9 +123,8 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         rows = self.args.per_device_train_batch_size
         with seeded(self.args.seed):
             batch = loader.collate_fn([loader.dataset[i] for i in range(min(rows, len(data)))])
-        tokens = FIELDS[0] in batch
         fields = tuple(name for name in FIELDS if name in batch)
-        size = (max_length or batch[FIELDS[0]].shape[1]) if tokens else None
+        size = (max_length or batch[FIELDS[0]].shape[1]) if FIELDS[0] in batch else None
         form = Form(rows, fields, size, self.label_names[0], name in (*DECODERS, "GPT2LMHeadModel"))
         pair = form.split(batch)[0]
         sums = all_gather_objects([float(t.double().sum()) for t in pair])
@@ -196,7 +198,6 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
             self._resume(get_last_checkpoint(args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint)
         self.state.init_training_references(self, steps, math.ceil(steps / per_epoch), None)
         self._last = first = self.state.global_step
-        ends = (0 in self.pipeline.stages, len(self.pipeline.plan.stages) - 1 in self.pipeline.stages)
         data = TrainBatches(
             loader,
             self.form,
@@ -204,7 +205,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
             args.seed,
             weights=self._loss.weights,
             by_targets=self.model_accepts_loss_kwargs,
-            reads=ends,
+            reads=(0 in self.pipeline.stages, len(self.pipeline.plan.stages) - 1 in self.pipeline.stages),
             updates=first,
         )
         self.callback_handler.train_dataloader = loader
@@ -303,8 +304,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
             return {key: value for part in parts for key, value in part.items()}
         started = time.time()
         pairs = [pair for batch in self.get_eval_dataloader(data) for pair in self.form.split(batch)]
-        source = SimpleNamespace(inputs=lambda m: pairs[m][0], targets=lambda m: pairs[m][1])
-        loss = self.pipeline.evaluate(source, len(pairs)).loss
+        loss = self.pipeline.evaluate(SimpleNamespace(inputs=lambda m: pairs[m][0], targets=lambda m: pairs[m][1]), len(pairs)).loss
         speed = speed_metrics(metric_key_prefix, started, num_samples=len(data), num_steps=len(pairs))
         metrics = {f"{metric_key_prefix}_loss": loss, **speed}
         self.log(metrics)

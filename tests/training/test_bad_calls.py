@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from launch.run.folder import CONFIG, FORMAT, METRICS, SUMMARY, RunFolder
-from launch.run.weights import Weights
+from launch.run.weights import SavedWeights
 from petra import Model, PetraError, Pipeline, Recipe
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.reversible import Coupling
@@ -154,16 +154,16 @@ def test_weights_are_numbers_and_those_of_the_run(tmp_path: Path, capsys: pytest
     (tmp_path / CONFIG).touch()
     export(build(), tmp_path / "model.pt")
     export(build(), tmp_path / "model.safetensors")
-    assert Weights.at(tmp_path, "run").path.suffix in (".pt", ".safetensors")
+    assert SavedWeights.at(tmp_path, "run").path.suffix in (".pt", ".safetensors")
     export(build(1), tmp_path / "model.pt")
     with pytest.raises(PetraError, match="run: expected a run whose exports are equal"):
-        Weights.at(tmp_path, "run")
+        SavedWeights.at(tmp_path, "run")
     for path in tmp_path.glob("model.*"):
         path.unlink()
     for name, seed in (("model.pt", 1), (CONFIG, 2)):
         content = {"format": FORMAT, "seed": seed}
         export(build(), tmp_path / name, {"config": content}) if seed == 1 else (tmp_path / name).write_text(json.dumps(content))
-    Weights.at(tmp_path, "run").print_choice(tmp_path)
+    SavedWeights.at(tmp_path, "run").print_choice(tmp_path)
     assert f"trained with another seed than {tmp_path / CONFIG} has" in capsys.readouterr().err
     torch.save({"a.weight": torch.tensor([1.0, float("nan")])}, tmp_path / "other.pt")
     with pytest.raises(PetraError, match=r"other\.pt, a\.weight: expected numbers, got NaN"):
