@@ -94,6 +94,7 @@ class Pipeline:
             stages=stages,
             processes=dist.get_world_size() if dist.is_initialized() else 1,
             dp=dp,
+            tp=runtime.tp,
             numerics=numerics,
             transport=runtime.transport,
             device_type=torch.device(runtime.device).type,
@@ -128,16 +129,20 @@ class Pipeline:
         self._source = DataPort(plan.layout.inputs, device, channels_last, totals, plan.layout.dp)
         if self.world > 1:
             check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        place = (self.replica, process)
+        if plan.layout.tp > 1:
+            from petra.engine.options.tensor_parallel import TensorReplicas
+
+            self.replicas = TensorReplicas(plan.layout, position, recipe, runtime, device, replicas)
+        elif plan.layout.dp > 1 and replicas is None:
+            self.replicas = Replicas(plan.layout, position, range(plan.layout.dp), device)
+        place, group = (self.replica, process), None if self.replicas is None else self.replicas.pipeline_group
         with raise_on_all_ranks():
-            self.stages = build_stages(plan, recipe, runtime, device, place, self._source.refetch)
+            divided = plan if self.replicas is None else self.replicas.divided(plan)
+            self.stages = build_stages(divided, recipe, runtime, device, place, self._source.refetch)
         if not all(boundary.backward_bytes for boundary in plan.boundaries):
             from petra.engine.options.frozen import without_gradients
 
             self.stages = without_gradients(self.stages, plan)
-        if plan.layout.dp > 1 and replicas is None:
-            self.replicas = Replicas(plan.layout, position, range(plan.layout.dp), device)
-        group = None if self.replicas is None else self.replicas.pipeline_group
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.loss_port, plan.boundaries, transport)
         with raise_on_all_ranks():
@@ -147,7 +152,7 @@ class Pipeline:
 
             self.hooks.append(OptimizerModes([*self.workers.values()]))
         if self.replicas is not None:
-            self.replicas.attach([*self.workers.values()], self.hooks)
+            self.replicas.attach([*self.workers.values()], self.hooks, transport)
         on_completed = when_completed(plan, recipe, self.workers, device, group)
         self._executor = Executor(plan, self.workers, transport, self.hooks, on_completed)
 
@@ -238,7 +243,7 @@ class Pipeline:
         """All-gather the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1."""
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         measured = {key: value for measure in self.measures for key, value in measure().items()}
-        gathered = all_gather_objects({**own, **measured})[: len(self.plan.layout.processes)]
+        gathered = all_gather_objects({**own, **measured})[: len(self.plan.layout.processes) * self.plan.layout.tp]
         return {key: value for part in gathered for key, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -46,7 +46,7 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a pipeline runs. Results depend on ``device`` and ``compile`` only.
+    """Where and how a pipeline runs. Results depend on ``device`` and ``compile`` only, and their rounding on ``tp``.
 
     Attributes:
         device: Device of this process. A GPU becomes the process's current device; ``cuda`` is the one that the process group is
@@ -56,6 +56,7 @@ class Runtime:
         compile: Backend of ``torch.compile`` for the functions inside blocks, or a mode of inductor, or None.
         refetch: Whether the first block fetches its input from the data source again in its backward pass instead of storing it.
             Saves the memory of one input for each microbatch in flight. Training data need a method ``refetch``.
+        tp: Number of processes among which the linear layers of each stage are divided (docs/data_parallel.md).
 
     Raises:
         ConfigError: If a value has another type, or ``device`` is no device of torch.
@@ -65,6 +66,7 @@ class Runtime:
     transport: TransportName = "auto"
     compile: str | None = None
     refetch: bool = False
+    tp: Annotated[int, ">= 1"] = 1
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -28,6 +28,7 @@ from petra.plan.layout import Layout
 from petra.specs import IGNORED
 from petra.torch_private import default_group_timeout
 from petra.training import Trainer
+from petra.transport import Transport
 
 
 class LossTolerantSums(AllReduces):
@@ -124,7 +125,7 @@ class ElasticReplicas(Replicas, Hook):
         self.sums = self.tolerant_sums = LossTolerantSums(membership, self._dp_group, device)
         self.start: int | None = None
 
-    def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
+    def attach(self, workers: Sequence[Worker], hooks: Hooks, transport: Transport) -> None:
         """See :meth:`Replicas.attach`.
 
         Raises:
@@ -133,7 +134,7 @@ class ElasticReplicas(Replicas, Hook):
         layers = [layer for worker in workers for layer in worker.stage.module.modules()]
         synchronized = any(getattr(layer, "synchronized", False) for layer in layers)
         require(not synchronized, "cluster.elastic", "false with layers that share batch statistics between replicas", "true")
-        super().attach(workers, hooks)
+        super().attach(workers, hooks, transport)
         hooks.append(self)
 
     def train_begin(self, start: int, stop: int) -> None:

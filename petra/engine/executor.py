@@ -80,7 +80,8 @@ class Executor:
         if stop is not None or not all(layout.processes):
             from petra.engine.options.early_stop import EarlyStop
 
-            early = EarlyStop(stop or (lambda: False), layout.dp * len(layout.processes), rounds.period, self._transport)
+            count = layout.dp * len(layout.processes) * layout.tp
+            early = EarlyStop(stop or (lambda: False), count, rounds.period, self._transport)
         with self._observing():
             self._run(rounds, end - start, training=True, early=early)
         return end - start - (0 if early is None else early.finish())

@@ -77,6 +77,25 @@ class Layer(nn.Module):
             arguments["position_embeddings"] = self.rotary(hidden, index, *self.arguments)
         return self.layer(hidden, **arguments), *context
 
+    def divisible(self, tp: int) -> dict[str, tuple[int, ...] | str]:
+        """Return how ``tp`` processes divide the layer, by the ``base_model_tp_plan`` of ``transformers``.
+
+        Raises:
+            ConfigError, ModelError: If they can't.
+        """
+        config, plan = self.config, {k.partition(".*.")[2]: v for k, v in (self.config.base_model_tp_plan or {}).items()}
+        require(bool(plan), "tp", f"1 for {config.model_type}, which has no base_model_tp_plan", tp, ModelError)
+        heads, dropout = getattr(config, "num_key_value_heads", 1), getattr(config, "attention_dropout", 0.0)
+        require(heads % tp == 0, "tp", f"a divisor of {heads}, the number of key and value heads", tp)
+        require(dropout == 0, "attention_dropout", "0 with tp, as attention weights differ between processes", dropout)
+        named = [name.rpartition(".")[0] for name, _ in self.layer.named_parameters() if name.startswith(("self_attn.", "mlp."))]
+        other = [name for name in named if name not in plan]
+        require(not other, "tp", "1 with layers that the base_model_tp_plan lacks, such as adapters", ", ".join(other), ModelError)
+        sizes: dict[str, Any] = {
+            name: self.layer.get_submodule(name).out_features for name, way in plan.items() if way == "colwise"
+        }
+        return {f"layer.{name}": (sizes[name],) if name in sizes else way for name, way in plan.items()}
+
     def _mask(self, hidden: Tensor, context: Tensor | None = None) -> Tensor | None:
         """Return the mask of attention in the form that the implementation of attention takes.
 

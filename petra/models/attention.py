@@ -158,7 +158,8 @@ class Attention(nn.Module):
         """
         options = self.options
         heads = self.qkv(self.norm(x)).unflatten(2, (-1, options.head_dim)).transpose(1, 2)
-        q, k, v = heads.split([options.heads, self.kv_heads, self.kv_heads], dim=1)
+        kv = heads.shape[1] * self.kv_heads // (options.heads + 2 * self.kv_heads)  # processes may divide the heads
+        q, k, v = heads.split([heads.shape[1] - 2 * kv, kv, kv], dim=1)
         if options.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         before = 0 if self.cache is None else self.cache.length
@@ -184,6 +185,19 @@ class Attention(nn.Module):
         y: Tensor = self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
         return y
 
+    def divisible(self, tp: int) -> dict[str, tuple[int, ...] | str]:
+        """Return how ``tp`` processes divide the heads, in the words of ``petra/engine/options/tensor_parallel.py``.
+
+        Raises:
+            ConfigError: If they can't.
+        """
+        options = self.options
+        require(self.kv_heads % tp == 0, "tp", f"a divisor of {self.kv_heads}, the number of key and value heads", tp)
+        require(options.dropout == 0, "model.dropout", "0 with tp, as attention weights differ between processes", options.dropout)
+        norms = dict.fromkeys(["q_norm", "k_norm"] if options.qk_norm else [], "replicated_with_grad_allreduce")
+        sizes = tuple(heads * options.head_dim for heads in (options.heads, self.kv_heads, self.kv_heads))
+        return {"qkv": sizes, "out": "rowwise", **norms}
+
 
 class MLP(nn.Module):
     """Normalisation and MLP. Maps (B, T, D) to (B, T, D)."""
@@ -208,6 +222,10 @@ class MLP(nn.Module):
             h = F.gelu(h)
         y: Tensor = self.dropout(self.down(h))
         return y
+
+    def divisible(self, tp: int) -> dict[str, tuple[int, ...] | str]:
+        """Return how ``tp`` processes divide the hidden units (see :meth:`Attention.divisible`)."""
+        return {"up": (self.down.in_features,) * (2 if self.gated else 1), "down": "rowwise"}
 
 
 def linear(in_features: int, out_features: int, bias: bool = True, deviation: float = DEVIATION) -> nn.Linear:

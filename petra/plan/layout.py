@@ -15,7 +15,8 @@ from petra.specs import TensorSpec
 class Layout:
     """Assigns blocks to stages, and stages to the processes of a pipeline and its replicas.
 
-    Process p of replica i has rank i * len(processes) + p, so neighbouring stages have neighbouring ranks.
+    Process p of replica i has rank i * len(processes) + p, so neighbouring stages have neighbouring ranks. With ``tp``, it is a
+    group of processes, with ``tp`` ranks from ``tp`` times this number on.
 
     Attributes:
         profiles: Profile of each block.
@@ -23,6 +24,7 @@ class Layout:
         processes: Stage indices of each process of a replica, contiguous. A process without a stage has an empty range.
         inputs: Spec of a replica's share of a microbatch.
         dp: Number of replicas.
+        tp: Number of processes in a group, among which the linear layers of its stages are divided.
     """
 
     profiles: tuple[BlockProfile, ...]
@@ -30,13 +32,16 @@ class Layout:
     processes: tuple[range, ...]
     inputs: TensorSpec
     dp: int = 1
+    tp: int = 1
 
     def locate(self, rank: int) -> tuple[int, int]:
         """Return the index of a rank's replica, and the index of its process in that replica."""
-        return divmod(rank, len(self.processes))
+        return divmod(rank // self.tp, len(self.processes))
 
 
-def make_layout(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, dp: int = 1) -> Layout:
+def make_layout(
+    model: Model, inputs: TensorSpec, stages: int | Sequence[int] | None, processes: int, dp: int = 1, tp: int = 1
+) -> Layout:
     """Balance the FLOPs of stages over processes, and those of blocks over stages if there are fewer stages than blocks.
 
     Args:
@@ -49,7 +54,7 @@ def make_layout(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | 
         ModelError: If blocks do not fit each other.
     """
     _check_stages(inputs, stages)
-    n, processes = len(model.blocks), processes_per_replica(processes, dp)
+    n, processes = len(model.blocks), processes_per_replica(processes, dp, tp)
     require(processes <= n, "processes", f"1 to {n}, since {model.name} has {n} blocks", processes)
     if isinstance(stages, int):
         require(1 <= stages <= n, "stages", f"1 to {n}, since {model.name} has {n} blocks", stages)
@@ -64,7 +69,7 @@ def make_layout(model: Model, inputs: TensorSpec, stages: int | Sequence[int] | 
         blocks = partition_of(stages)
     stage_costs = [sum(costs[b] for b in stage) for stage in blocks]
     used = balanced_partition(stage_costs, min(processes, len(blocks)))
-    return Layout(profiles, tuple(blocks), (*used, *[range(0)] * (processes - len(used))), share, dp)
+    return Layout(profiles, tuple(blocks), (*used, *[range(0)] * (processes - len(used))), share, dp, tp)
 
 
 def _check_stages(inputs: TensorSpec, stages: object) -> None:
@@ -74,8 +79,8 @@ def _check_stages(inputs: TensorSpec, stages: object) -> None:
     require(len(inputs.shape) >= 1, "inputs", "a shape with a dimension for the samples", inputs)
 
 
-def processes_per_replica(processes: int, dp: int) -> int:
-    """Return the number of processes of each replica.
+def processes_per_replica(processes: int, dp: int, tp: int = 1) -> int:
+    """Return the number of processes of each replica, or of groups of ``tp`` processes.
 
     Raises:
         ConfigError: If processes cannot be shared evenly.
@@ -83,7 +88,8 @@ def processes_per_replica(processes: int, dp: int) -> int:
     require(is_integer(dp) and dp >= 1, "dp", "an integer >= 1", dp)
     require(processes > 1 or dp == 1, "dp", "1 in one process, since replicas need processes of their own", dp)
     require(processes % dp == 0, "dp", f"a divisor of {processes}, the number of processes", dp)
-    return processes // dp
+    require(processes // dp % tp == 0, "tp", f"a divisor of {processes // dp}, the number of processes of a replica", tp)
+    return processes // (dp * tp)
 
 
 def share_of(inputs: TensorSpec, dp: int) -> TensorSpec:

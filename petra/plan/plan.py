@@ -118,6 +118,7 @@ class Plan:
         inputs = {"inputs": str(self.inputs)} if self.layout.dp > 1 else {}
         return {
             "dp": self.layout.dp,
+            "tp": self.layout.tp,
             "k": self.k,
             "method": self.method,
             "exact_streams": self.numerics.exact_streams,
@@ -138,6 +139,7 @@ def make_plan(
     stages: int | Sequence[int] | None = None,
     processes: int = 1,
     dp: int = 1,
+    tp: int = 1,
     numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
     transport: TransportName = "auto",
     device_type: str = "cpu",
@@ -151,7 +153,7 @@ def make_plan(
         method: A name from :data:`petra.method.METHODS`, or a method.
         k: Microbatches per update.
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
-        processes, dp: Number of processes, of all replicas together, and number of replicas.
+        processes, dp, tp: Number of processes, of all replicas together; of replicas; and of processes in each stage's group.
         transport, device_type: As for :func:`petra.plan.transport.choose_transport`.
         metrics: Number of entries of the metrics in the report that travels with the gradients.
         refetch: Whether the first block fetches its input from the data source again instead of storing it, if several microbatches
@@ -163,7 +165,7 @@ def make_plan(
         ScheduleError: If the schedule deadlocks.
     """
     _check_types(model, inputs, k)
-    method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp)
+    method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp, tp)
     if numerics.exact_streams:
         _check_exact(layout)
     delays = method.delays(count := len(layout.stages), k)

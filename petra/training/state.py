@@ -36,6 +36,7 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
         return state
     for worker in pipeline.workers.values():
         kinds, numbers = kinds_of(worker), numbers_of(worker)
+        kinds = kinds if pipeline.replicas is None else pipeline.replicas.whole(kinds)
         for block, module in pipeline.blocks_of(worker.index):
             state |= {f"{block}/model/{name}": value.detach() for name, value in module.state_dict().items()}
             for name, p in _trained(module).items():
@@ -44,6 +45,8 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
                     if p in values:
                         state["/".join([block, part, name, *([rest] if rest else [])])] = values[p].detach()
             state |= {f"{block}/update/{key}": torch.tensor(n, dtype=torch.float64) for key, n in numbers.items()}
+    if pipeline.replicas is not None and pipeline.replicas.member:
+        return {}
     return state if whole else {key: value for key, value in state.items() if key.split("/")[1] == "optimizer"}
 
 
@@ -70,7 +73,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
                 _read_block(module, blocks[block], kinds, numbers)
             except KeyError as error:
                 raise DataError(f"{source}: block {block} does not fit (no {error.args[0]})") from error
-        load_kinds(worker, kinds, numbers, clock)
+        load_kinds(worker, kinds if pipeline.replicas is None else pipeline.replicas.own(kinds), numbers, clock)
         if pipeline.replicas is not None:
             pipeline.replicas.restored(worker)
     pipeline.microbatches_done = clock

@@ -39,12 +39,14 @@ def gathered_blocks(pipeline: Pipeline) -> Iterator[tuple[str, State]]:
     the CPU.
     """
     own = dict(pipeline.blocks())
-    for rank, stages in enumerate(pipeline.plan.layout.processes):
+    for process, stages in enumerate(pipeline.plan.layout.processes):
+        rank = process * pipeline.plan.layout.tp
         for block in (b for j in stages for b in pipeline.plan.layout.stages[j]):
             name = pipeline.plan.model.blocks[block].name
             message: list[Any] = [None]
+            state = own[name].state_dict() if name in own else {}  # gathers tensors that several processes divide
             if pipeline.rank == rank:
-                message = [{key: value.detach().to("cpu", copy=True) for key, value in own[name].state_dict().items()}]
+                message = [{key: value.detach().to("cpu", copy=True) for key, value in state.items()}]
                 if rank != 0:
                     dist.send_object_list(message, 0, device=torch.device("cpu"))
             elif pipeline.rank == 0:

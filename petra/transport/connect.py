@@ -39,18 +39,18 @@ def check_ranks_agree(settings: Mapping[str, object], plan: Plan) -> None:
         for key, value in gathered[0][0].items():
             if others[key] != value:
                 raise invalid(key, f"{value} as on rank 0", f"{others[key]} on rank {rank}")
-    views = [view for _, view in gathered]
-    processes = plan.layout.processes
-    for first in range(0, len(views), len(processes)):
-        for rank, (stages, following) in enumerate(pairwise(processes), first):
-            if following:
-                _check_boundary(stages[-1], rank, views[rank], views[rank + 1])
+    views, layout = [view for _, view in gathered], plan.layout
+    for rank, peer in enumerate(range(layout.tp, len(views))):
+        process = layout.locate(rank)[1]
+        stages, following = (*layout.processes, ())[process : process + 2]
+        if following:
+            _check_boundary(stages[-1], (rank, peer), (views[rank], views[peer]))
 
 
-def _check_boundary(j: int, rank: int, sender: Sequence[Boundary], receiver: Sequence[Boundary]) -> None:
-    sent, received = (view[j] if j < len(view) else None for view in (sender, receiver))
-    name = f"messages between stage {j + 1} (rank {rank}) and stage {j + 2} (rank {rank + 1})"
-    got = f"{received or 'none'} on rank {rank + 1}; do both run the same configuration?"
+def _check_boundary(j: int, ranks: tuple[int, int], views: tuple[Sequence[Boundary], Sequence[Boundary]]) -> None:
+    (sent, received), (rank, peer) = (view[j] if j < len(view) else None for view in views), ranks
+    name = f"messages between stage {j + 1} (rank {rank}) and stage {j + 2} (rank {peer})"
+    got = f"{received or 'none'} on rank {peer}; do both run the same configuration?"
     require(sent == received, name, f"{sent or 'none'} as on rank {rank}", got, ModelError)
 
 
@@ -64,10 +64,10 @@ def open_transport(plan: Plan, device: torch.device, group: dist.ProcessGroup | 
     if len(processes) == 1:
         return LockstepTransport(packed, processes, 0)
     if plan.transport == "edge":
-        return EdgeTransport(packed, len(processes))
+        return EdgeTransport(packed, len(processes), plan.layout.tp)
     # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.
     dist.barrier(group, device_ids=[device.index] if device.type == "cuda" and packed else None)
-    return LockstepTransport(packed, processes, dist.get_rank(), group)
+    return LockstepTransport(packed, processes, dist.get_rank(), group, plan.layout.tp)
 
 
 def pack_boundaries(plan: Plan, device: torch.device) -> list[tuple[Packing, Packing, int]]:

@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -116,24 +116,26 @@ class EdgeTransport:
         boundaries: Forward packing, backward packing and delay d of each boundary between neighbouring processes of a replica, the
             same on every rank.
         processes: Number of processes of each replica.
+        stride: Distance of the ranks of neighbouring processes.
     """
 
-    def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]], processes: int) -> None:
+    def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]], processes: int, stride: int = 1) -> None:
         # torch would warn once for each communicator that its operations are not grouped, which is the purpose of this transport.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         rank = dist.get_rank()
         self.upstream: EdgePort | None = None
         self.downstream: EdgePort | None = None
-        replicas = [enumerate(boundaries, start) for start in range(0, dist.get_world_size(), processes)]
-        for r, (forward, backward, delay) in chain(*replicas):
+        starts = [i + t for i in range(0, dist.get_world_size(), processes * stride) for t in range(stride)]
+        for start, (p, (forward, backward, delay)) in product(starts, enumerate(boundaries)):
+            r, peer = start + p * stride, start + (p + 1) * stride
             # torch.distributed requires every rank to create every group, in the same order.
-            down, up = (dist.new_group([r, r + 1], timeout=default_group_timeout(forward.device)) for _ in range(2))
-            if rank in (r, r + 1):
-                _warm_up(down, r, r + 1, forward.device)
-                _warm_up(up, r + 1, r, forward.device)
+            down, up = (dist.new_group([r, peer], timeout=default_group_timeout(forward.device)) for _ in range(2))
+            if rank in (r, peer):
+                _warm_up(down, r, peer, forward.device)
+                _warm_up(up, peer, r, forward.device)
             if rank == r:
-                self.downstream = EdgePort(forward, backward, down, up, r + 1, delay)
-            if rank == r + 1:
+                self.downstream = EdgePort(forward, backward, down, up, peer, delay)
+            if rank == peer:
                 self.upstream = EdgePort(backward, forward, up, down, r, delay)
 
     def begin(self, microbatches: int, backward: bool) -> None:

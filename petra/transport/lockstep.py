@@ -99,6 +99,7 @@ class LockstepTransport:
         stages: Stages of each process of a replica.
         rank: Rank of this process.
         group: Ranks of this replica; None if there is only one replica.
+        stride: Distance of the ranks of neighbouring processes.
         post: Starts the operations of an exchange.
     """
 
@@ -108,17 +109,18 @@ class LockstepTransport:
         stages: Sequence[range],
         rank: int,
         group: dist.ProcessGroup | None = None,
+        stride: int = 1,
         post: Post = post,
     ) -> None:
-        process = rank % len(stages)
+        process = rank // stride % len(stages)
         self.upstream: LockstepPort | None = None
         self.downstream: LockstepPort | None = None
         if 0 < process <= len(boundaries):
             forward, backward, _ = boundaries[process - 1]
-            self.upstream = LockstepPort(outgoing=backward, incoming=forward, peer=rank - 1, group=group)
+            self.upstream = LockstepPort(outgoing=backward, incoming=forward, peer=rank - stride, group=group)
         if process < len(boundaries):
             forward, backward, _ = boundaries[process]
-            self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + 1, group=group)
+            self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + stride, group=group)
         self._stages, self._post = stages[process], post
         self._sent: deque[tuple[LockstepPort, int, Handle, Tensor]] = deque()
 

@@ -18,13 +18,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from petra.engine.endpoints import DataSource, LossPort, RefetchSource
 from petra.engine.metrics import count_targets
 from petra.engine.options.finite_check import FiniteCheck
+from petra.engine.options.optimizer_state import Kinds
 from petra.engine.update import Part, Pending
 from petra.engine.worker import Worker
 from petra.hooks import Hooks
+from petra.plan import Plan
 from petra.plan.layout import Layout
 from petra.reversible import running_statistics
 from petra.specs import Message
 from petra.torch_private import default_group_timeout
+from petra.transport import Transport
 from petra.transport.port import locate_errors
 
 
@@ -118,24 +121,33 @@ class Replicas:
         members: Indices of the replicas that take part, in the order of their ranks.
 
     Attributes:
-        pipeline_group: Processes of this replica.
+        pipeline_group: Processes of this replica; of those that divide its stages, one for each stage.
+        mesh: Dimensions ``dp`` and ``stage``, and ``tp`` if stages are divided.
         replica: Index of this replica.
         first: Whether this replica provides the state of the run.
         size: Number of replicas that take part.
+        member: Index of this process among those that divide its stages.
     """
+
+    member = 0
 
     def __init__(self, layout: Layout, position: int, members: Sequence[int], device: torch.device) -> None:
         size = len(members)
-        mesh = init_device_mesh(device.type, (size, len(layout.processes)), mesh_dim_names=("dp", "stage"))
-        self._dp_group, self.pipeline_group = mesh.get_group("dp"), mesh.get_group("stage")
-        for group in (self._dp_group, self.pipeline_group):
+        shape = {"dp": size, "stage": len(layout.processes)} | ({"tp": layout.tp} if layout.tp > 1 else {})
+        self.mesh = init_device_mesh(device.type, (*shape.values(),), mesh_dim_names=(*shape,))
+        self._dp_group, self.pipeline_group = self.mesh.get_group("dp"), self.mesh.get_group("stage")
+        for group in self.mesh.get_all_groups():
             group.set_timeout(default_group_timeout(device))
         self.layout, self.members, self.size = layout, members, size
         self.replica, self.first = members[position], position == 0
         self.sums = AllReduces(self._dp_group)
         self._stages: dict[int, ReplicaSum] = {}
 
-    def attach(self, workers: Sequence[Worker], hooks: Hooks) -> None:
+    def divided(self, plan: Plan) -> Plan:
+        """Return the plan by which this process builds its blocks."""
+        return plan
+
+    def attach(self, workers: Sequence[Worker], hooks: Hooks, transport: Transport) -> None:
         """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole.
 
         A module with a method ``join_replicas`` gets the process group of its stage's replicas, over which layers may share their
@@ -180,6 +192,14 @@ class Replicas:
         for bucket in buckets:
             if not self.first:
                 bucket.zero_()
+
+    def whole(self, kinds: Kinds) -> Kinds:
+        """Return the state of a stage's parameters with the shapes of the model."""
+        return kinds
+
+    def own(self, kinds: Kinds) -> Kinds:
+        """Return the state of a stage's parameters, given with the shapes of the model, with those of the parameters."""
+        return kinds
 
     def restored(self, worker: Worker) -> None:
         """Adapt the gradients that a stage has loaded, which are sums over replicas."""
