@@ -1,0 +1,188 @@
+"""Stages whose linear layers two processes divide, against whole ones."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from petra import ConfigError, Numerics, Pipeline, Recipe, Runtime, TensorSpec, UpdateRules, make_plan
+from petra.engine.options.remedy import Remedy
+from petra.engine.options.tensor_parallel import TensorReplicas
+from petra.errors import PetraError
+from petra.model import BlockSpec, Model
+from petra.models import gpt, revgpt
+from petra.models.attention import MLP, Attention, LayerOptions
+from petra.plan.layout import make_layout
+from petra.staleness import Correction, Feedback, WeightPrediction
+from petra.training import Checkpoints, newest, restore
+from petra.training.optim import OPTIMIZERS
+from petra.training.weight_files import export, load
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed_net, sgd
+from tests.support.processes import run_processes
+
+SPEC = TensorSpec((4, 12), torch.int64)
+MODELS: dict[str, Callable[[], Model]] = {
+    "gpt": lambda: gpt(20, 32, 2, 4, size=12, kv_heads=2, qk_norm=True, mlp="swiglu", hidden=24, delimiter=0),
+    "revgpt": lambda: revgpt(20, 32, 2, 4, size=12),
+    "midpoint": lambda: revgpt(20, 32, 2, 4, size=12, coupling="midpoint", norm="rmsnorm", bias=False, positions="rotary"),
+}
+CASES: dict[str, dict[str, Any]] = {
+    "gpt": {"model": "gpt", "rules": UpdateRules(clip=0.5, average=0.9)},
+    "revgpt": {"model": "revgpt", "rules": UpdateRules(clip=0.5)},
+    "bf16 messages": {"model": "midpoint", "numerics": Numerics(wire="bf16")},
+    "clipped globally": {"model": "revgpt", "method": "1f1b", "rules": UpdateRules(clip=0.5, clip_globally=True)},
+    "old weights": {"model": "midpoint", "method": "pipedream"},
+    "remedies": {"model": "revgpt", "remedies": [WeightPrediction("difference"), Feedback(0.5)]},
+    "correction": {"model": "revgpt", "remedies": [Correction(0.1)]},
+    "divided state": {
+        "model": "gpt",
+        "stages": 1,
+        "dp": 2,
+        "optimizer": OPTIMIZERS["adamw"],
+        "learning_rate": lambda t: 0.001,  # AdamW takes full steps by gradients that are all rounding
+        "rules": UpdateRules(shard=True),
+    },
+}
+SAVED = ("gpt", "divided state")
+"""Cases whose runs are saved and continued."""
+
+
+class Texts:
+    """Random tokens, which depend on the index of the microbatch only."""
+
+    def inputs(self, m: int) -> Tensor:
+        return torch.randint(20, SPEC.shape, generator=torch.Generator().manual_seed(m))
+
+    def targets(self, m: int) -> Tensor:
+        return self.inputs(m).roll(-1, 1).flatten()
+
+
+def pipeline(case: str, tp: int, **changes: Any) -> Pipeline:
+    settings = {"optimizer": sgd, "learning_rate": lambda t: 0.05, "k": 2, "stages": 2, **CASES[case], **changes}
+    if tp == 1:
+        settings |= {"dp": 1, "rules": replace(settings.get("rules", UpdateRules()), shard=False)}
+    return make_pipeline(MODELS[settings.pop("model")](), SPEC, **settings, runtime=Runtime(tp=tp))
+
+
+def copied(made: Pipeline) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in made.state_dict().items()}
+
+
+def trained(made: Pipeline, microbatches: int = 7) -> dict[str, Any]:
+    """Train, and return what can be compared. Seven microbatches end between two updates."""
+    loss = made.train(Texts(), microbatches).loss
+    evaluated = made.evaluate(Texts(), 2).loss  # with averaged weights, if there are any
+    return {"weights": copied(made), "numbers": {"loss": loss, "evaluated": evaluated, **made.stage_metrics()}}
+
+
+def train_all(rank: int, tp: int, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for case in CASES:
+        made = pipeline(case, tp)
+        found[case] = trained(made)
+        if case in SAVED:
+            Checkpoints(folder / f"{case} {tp}").save(made, {})
+            export(made, folder / f"{case} {tp}.pt")
+            found[f"{case}, continued"] = trained(made)
+    return found
+
+
+def resumed(rank: int, case: str, tp: int, folder: Path) -> dict[str, Any]:
+    made = pipeline(case, tp)
+    restore(made, newest(folder))  # type: ignore[arg-type]
+    return {"loaded": copied(made), "continued": trained(made)}
+
+
+def joint(parts: list[dict[str, Any]], *keys: str) -> dict[str, Tensor]:
+    """Return the weights of all processes by name."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for key in keys:
+            part = part[key]
+        found |= part
+    return found
+
+
+@pytest.mark.processes
+def test_divided_stages_equal_whole_ones(tmp_path: Path) -> None:
+    """Two stages of two processes each, and in one case two replicas of one stage, against one process."""
+    torch.set_num_threads(1)
+    whole, parts = train_all(0, 1, tmp_path), run_processes(4, train_all, tmp_path, 2, tmp_path, timeout=240)
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        assert_equal(first, second)  # both processes of a group have the same numbers
+    for case, expected in whole.items():
+        tolerance = {"rtol": 1e-4, "atol": 1e-4 if case == "bf16 messages" else 2e-6}
+        found = joint(parts, case, "weights")
+        torch.testing.assert_close(found, expected["weights"], **tolerance, msg=lambda text, case=case: f"{case}: {text}")
+        torch.testing.assert_close(parts[0][case]["numbers"], expected["numbers"], rtol=1e-4, atol=0)
+    back = run_processes(4, resumed, tmp_path / "back", "gpt", 2, tmp_path / "gpt 1", timeout=120)
+    assert_equal(joint(back, "loaded"), load(tmp_path / "gpt 1.pt"))  # saved whole, loaded divided
+    torch.testing.assert_close(joint(back, "continued", "weights"), whole["gpt, continued"]["weights"], rtol=1e-4, atol=2e-6)
+    for case in SAVED:  # saved divided, loaded whole
+        one = resumed(0, case, 1, tmp_path / f"{case} 2")
+        assert_equal(one["loaded"], joint(parts, case, "weights"))
+        assert_equal(one["loaded"], load(tmp_path / f"{case} 2.pt"))
+        continued = joint(parts, f"{case}, continued", "weights")
+        torch.testing.assert_close(one["continued"]["weights"], continued, rtol=1e-4, atol=2e-6)
+
+
+def hooked() -> nn.Module:
+    mlp = MLP(LayerOptions(8))
+    mlp.up.weight.register_hook(lambda gradient: gradient)
+    return nn.Sequential(mlp, nn.Flatten(), nn.Linear(16, 5))
+
+
+def refused(rank: int) -> list[str]:
+    """Return the messages of what two processes can't divide."""
+    divided = {"optimizer": sgd, "runtime": Runtime(tp=2)}
+    attempts: list[Callable[[], Pipeline]] = [
+        lambda: pipeline("revgpt", 2, stages=1, optimizer=OPTIMIZERS["muon"]),
+        lambda: make_pipeline(mixed_net(), RandomSource().spec, **divided),
+        lambda: make_pipeline(Model("hooked", (BlockSpec("layer", hooked),)), TensorSpec((4, 2, 8), torch.float32), **divided),
+    ]
+    found = []
+    for attempt in attempts:
+        with pytest.raises(PetraError) as error:
+            attempt()
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.processes
+def test_what_needs_whole_layers_is_refused(tmp_path: Path) -> None:
+    muon, without, hooks = run_processes(2, refused, tmp_path, timeout=60)[0]
+    assert "tp: expected 1 with an optimizer that needs whole parameters, or that isn't torch's, got Muon" in muon
+    assert "tp: expected 1 for a model without layers that can be divided, got 2" in without
+    assert "tp: expected parameters of up without hooks" in hooks
+
+
+class Mine(Remedy):
+    """A remedy of one's own."""
+
+
+def test_settings_that_tensor_parallelism_excludes() -> None:
+    layout = make_layout(MODELS["revgpt"](), SPEC, 2, 4, 1, 2)
+    recipe, device = Recipe(sgd), torch.device("cpu")
+    for arguments, message in (
+        ((Recipe(sgd, remedies=[Mine()]), Runtime(), device, None), "tp: expected 1 with the remedy Mine"),
+        ((recipe, Runtime(compile="eager"), device, None), "compile: expected None with tp > 1, got eager"),
+        ((recipe, Runtime(), device, object()), "tp: expected 1 with replicas that may be lost, got 2"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            TensorReplicas(layout, 0, *arguments)  # type: ignore[arg-type]
+    for options, message in (
+        (LayerOptions(24, heads=3), "tp: expected a divisor of 3, the number of key and value heads, got 2"),
+        (LayerOptions(24, heads=2, dropout=0.1), "model.dropout: expected 0 with tp"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            Attention(options).divisible(2)
+    with pytest.raises(ConfigError, match="tp: expected a divisor of 3, the number of processes of a replica, got 2"):
+        make_plan(MODELS["gpt"](), SPEC, processes=6, dp=2, tp=2)
+    assert [layout.locate(rank) for rank in range(4)] == [(0, 0), (0, 0), (0, 1), (0, 1)]

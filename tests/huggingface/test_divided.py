@@ -1,0 +1,68 @@
+"""Layers of pre-trained models that two processes divide, against whole ones."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from petra import Pipeline, Recipe, Runtime, TensorSpec
+from petra.errors import PetraError
+from petra.huggingface import from_pretrained
+from petra.huggingface.load import adapted
+from tests.huggingface.models import LENGTH, batch_of, tiny
+from tests.support.nets import assert_equal, sgd
+from tests.support.processes import run_processes
+
+NAMES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")
+SPEC = TensorSpec((3, LENGTH), torch.int64)
+
+
+class Batches:
+    """Microbatches of random tokens."""
+
+    def inputs(self, m: int) -> Tensor:
+        return batch_of("Llama", m)[0]["input_ids"]
+
+    def targets(self, m: int) -> Tensor:
+        return batch_of("Llama", m)[1]
+
+
+def trained(rank: int, tp: int) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name in NAMES:
+        model = from_pretrained(tiny(name, torch.float32))
+        pipeline = Pipeline(model, SPEC, Recipe(lambda module: sgd(module, 0.01)), k=2, stages=1, runtime=Runtime(tp=tp))
+        pipeline.train(Batches(), 8)
+        found[name] = pipeline.state_dict()
+    return found
+
+
+@pytest.mark.processes
+def test_divided_layers_equal_whole_ones(tmp_path: Path) -> None:
+    """Two processes against one. Qwen3 and Gemma3 normalise queries and keys of the heads that a process has."""
+    torch.set_num_threads(1)
+    whole, parts = trained(0, 1), run_processes(2, trained, tmp_path, 2, timeout=180)
+    assert_equal(*parts)
+    for name in NAMES:
+        torch.testing.assert_close(parts[0][name], whole[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "settings", "message"),
+    [
+        ("GPT2LMHeadModel", None, {}, "tp: expected 1 for gpt2, which has no base_model_tp_plan, got 2"),
+        ("LlamaForCausalLM", 2, {}, "tp: expected 1 with layers that the base_model_tp_plan lacks, such as adapters"),
+        ("LlamaForCausalLM", None, {"attention_dropout": 0.1}, "attention_dropout: expected 0 with tp"),
+        ("LlamaForCausalLM", None, {"num_key_value_heads": 1}, "tp: expected a divisor of 1, the number of key and value heads"),
+    ],
+)
+def test_layers_that_cannot_be_divided(name: str, rank: int | None, settings: dict[str, Any], message: str) -> None:
+    model = tiny(name, torch.float32, **settings)
+    layer: Any = from_pretrained(model if rank is None else adapted(model, rank)).blocks[1].build()
+    with pytest.raises(PetraError, match=re.escape(message)):
+        layer.divisible(2)
