@@ -21,6 +21,7 @@ PROGRAMS = {
     "kills": "-m stress.kill_many --kills 100 --torchrun 5",
     "agents": "-m stress.kill_many --kills 0 --torchrun 5 --agents 2",
     "replicas": "-m stress.kill_replicas --kills 30 --processes 4",
+    "divided": "-m stress.kill_divided --kills 6",
     "soak": "-m stress.soak --microbatches 20000",
     "soak_edge": "-m stress.soak --microbatches 20000 --transport edge",
     "configurations": "-m pytest -q --hypothesis-profile=long --timeout 0 tests/launch/test_fuzz_configs.py",

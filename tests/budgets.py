@@ -27,19 +27,19 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_618, 1_559),
+    ("petra/*.py",): Budget(1_625, 1_566),
     ("petra/reversible",): Budget(660, 650),
-    ("petra/plan",): Budget(930, 930),
-    ("petra/transport",): Budget(691, 700),
-    ("petra/engine",): Budget(1_914, 1_914),
-    ("petra/engine/options",): Budget(1_871, 1_871),
+    ("petra/plan",): Budget(935, 935),
+    ("petra/transport",): Budget(695, 700),
+    ("petra/engine",): Budget(1_915, 1_915),
+    ("petra/engine/options",): Budget(2_176, 2_176),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_782, 1_782),
     ("petra/data",): Budget(1_909, 1_909),
-    ("petra/models",): Budget(1_840, 1_840),
+    ("petra/models",): Budget(1_854, 1_854),
     ("petra/inplace_abn",): Budget(2_000, 2_000),
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
-    ("petra/huggingface",): Budget(1_344, 1_344),
+    ("petra/huggingface",): Budget(1_363, 1_363),
     ("petra/diagnostics",): Budget(840, 840),
     ("petra/cost_model",): Budget(1_529, 1_529),
     ("petra/analysis",): Budget(400, 400),
@@ -52,11 +52,11 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_273, 3_273),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_400, 15_260),
+    ("tests", "stress"): Budget(17_760, 15_620),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_046, 26_464)
+BOTH = Budget(27_409, 26_827)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

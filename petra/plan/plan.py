@@ -166,8 +166,7 @@ def make_plan(
     """
     _check_types(model, inputs, k)
     method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp, tp)
-    if numerics.exact_streams:
-        _check_exact(layout)
+    _check_exact(layout, numerics)
     delays = method.delays(count := len(layout.stages), k)
     if isinstance(method.keep, tuple):
         blocks, keeps = len(layout.profiles), len(method.keep)
@@ -193,8 +192,8 @@ def make_plan(
     return plan
 
 
-def _check_exact(layout: Layout) -> None:
-    for profile in layout.profiles:
+def _check_exact(layout: Layout, numerics: Numerics) -> None:
+    for profile in layout.profiles if numerics.exact_streams else ():
         expected = f"false with block {profile.name}, which does not override enable_exact_streams"
         require(profile.exact or not profile.reversible, "exact_streams", expected, "true", ModelError)
 
