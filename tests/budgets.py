@@ -31,8 +31,8 @@ ROOMS = {
     ("petra/reversible",): Budget(660, 650),
     ("petra/plan",): Budget(935, 935),
     ("petra/transport",): Budget(695, 700),
-    ("petra/engine",): Budget(1_915, 1_915),
-    ("petra/engine/options",): Budget(2_176, 2_176),
+    ("petra/engine",): Budget(1_919, 1_919),
+    ("petra/engine/options",): Budget(2_285, 2_285),
     ("petra/staleness",): Budget(450, 450),
     ("petra/training",): Budget(1_782, 1_782),
     ("petra/data",): Budget(1_909, 1_909),
@@ -41,22 +41,22 @@ ROOMS = {
     ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
     ("petra/huggingface",): Budget(1_363, 1_363),
     ("petra/diagnostics",): Budget(840, 840),
-    ("petra/cost_model",): Budget(1_529, 1_529),
+    ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(400, 400),
     ("launch/*.py", "launch/templates"): Budget(1_237, 1_237),
     ("launch/config",): Budget(810, 400),
-    ("launch/run",): Budget(1_872, 1_655),
+    ("launch/run",): Budget(1_875, 1_658),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(970, 970),
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_273, 3_273),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_760, 15_620),
+    ("tests", "stress"): Budget(17_908, 15_768),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_409, 26_827)
+BOTH = Budget(27_530, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_050, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
@@ -65,7 +65,7 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(112, 112)
+KEYS = Budget(113, 113)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

@@ -16,6 +16,7 @@ from petra.cost_model.autotune import largest_delay
 from petra.data import EvalSource, TrainSource
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of, top5_correct
+from petra.engine.options.bf16_weights import check_short
 from petra.engine.options.remedy import Remedy
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe
@@ -155,6 +156,7 @@ def set_up(config: Config, process: Process) -> Setup:
     setup = Setup(config, _plan(config, model, method, stages, process.world, device), device, process.world, auto)
     checked = setup.recipe()
     checked.check(setup.plan)
+    check_short(setup.plan, checked)
     for remedy in checked.remedies:
         remedy.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
     return setup
@@ -192,6 +194,7 @@ def check(config: Config, process: Process) -> None:
     if config.cluster.elastic:  # the run can lose replicas
         require(config.dp > 1, "cluster.elastic", "false without replicas (dp > 1)", "true")
         require(not config.optim.rules.shard, "optim.shard", "false with cluster.elastic=true", "true")
+        require(config.optim.rules.weights == "float32", "optim.weights", "float32 with cluster.elastic=true", "bf16")
         require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
         require(config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true")
         require(process.device(trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from petra.diagnostics.activation_memory import rounded
 from petra.engine.build import make_stage
 from petra.engine.endpoints import LossPort
+from petra.engine.options.bf16_weights import MasterWeights, shorten
 from petra.engine.options.sharding import divide, elements, keep_share
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
@@ -127,6 +128,8 @@ def _count(
     stage: Stage, plan: StagePlan, receive: Receive, after: Any, recipe: Recipe | None, run: Plan | None, live: LiveBytes
 ) -> StageMemory:
     """Count passes that come after others: the first ones make copies of the weights."""
+    if recipe is not None and recipe.rules.weights == "bf16":
+        shorten(stage)
     before: Any = SimpleNamespace(receive=receive, send=lambda m, message: None)
     worker = Worker(0, stage, before, after, lambda t: None)  # type: ignore[arg-type]
     receive(0)
@@ -170,6 +173,8 @@ def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | Non
     If optimizer states are divided over replicas, they are those of the replica that has most.
     """
     begin, optimizer = live.now, recipe.optimizer(stage.module)
+    if recipe.rules.weights == "bf16":
+        MasterWeights(optimizer)
     if recipe.rules.shard and run is not None:
         shares = divide(stage.gradients.parameters, run.layout.dp)
         keep_share(optimizer, shares, max(range(len(shares)), key=lambda i: elements(shares[i])))

@@ -172,6 +172,10 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
     """Return the updates of a stage: norm, clip, check, remedies, step, average. A loss scale acts before and after clip."""
     rules, rate, remedial, averages = recipe.rules, recipe.learning_rate, list[Part](), list[Part]()
     optimizer = _optimizer(recipe, stage.module)
+    if rules.weights == "bf16":
+        from petra.engine.options.bf16_weights import attach_masters
+
+        averages += attach_masters(plan, recipe, stage, optimizer)
     for remedy in recipe.remedies:
         rate = remedy.learning_rate(rate, plan.stages[j].staleness)
         if optimizer is not None:

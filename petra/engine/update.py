@@ -130,7 +130,7 @@ class OptimizerStep(Part):
             return
         parameters = self.stage.gradients.parameters
         if pending.factor is not None:
-            foreach_mul_([p.grad for p in parameters], pending.factor.to(parameters[0].dtype))
+            foreach_mul_([p.grad for p in parameters], pending.factor.to(parameters[0].grad_dtype))
         with self.stage.updating():
             self.set_learning_rate(pending.t)
             if pending.skip is not None:

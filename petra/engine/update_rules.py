@@ -18,11 +18,10 @@ class UpdateRules:
             time.
         average: Decay of a moving average of the weights, which evaluation uses, such as 0.999, or None for no average.
         loss_scale: Factor of the gradients inside a stage, for fp16, or None: on the command line ``dynamic`` for fp16. Gradients
-            are divided by it before they are used.
-            ``dynamic`` halves the factor after an overflow and doubles it after
-            :data:`petra.engine.options.loss_scale.GROWTH_INTERVAL` updates without one. Gradients travel between stages unscaled in
-            float32, so each stage has a scale of its own.
+            are divided by it before they are used, and travel between stages unscaled in float32. ``dynamic`` halves the factor
+            after an overflow and doubles it after :data:`petra.engine.options.loss_scale.GROWTH_INTERVAL` updates without one.
         shard: Divide the optimizer's state over replicas (docs/data_parallel.md). Results are equal bit for bit.
+        weights: Type of parameters with two or more dimensions; ``bf16`` with trainer.precision=bf16 (docs/performance.md).
         nonfinite: Reaction to a non-finite gradient: ``stop`` the run, or ``skip`` the update of the stage. With a dynamic scale
             above 1, the update is skipped in either case.
 
@@ -35,6 +34,7 @@ class UpdateRules:
     average: Annotated[float | None, "> 0 and < 1"] = None
     loss_scale: Annotated[float | Literal["dynamic"] | None, "> 0"] = None
     shard: Annotated[bool, "same results"] = False
+    weights: Literal["float32", "bf16"] = "float32"
     nonfinite: Literal["stop", "skip"] = "stop"
 
     def __post_init__(self) -> None:

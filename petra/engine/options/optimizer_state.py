@@ -23,6 +23,8 @@ from petra.torch_private import inner_tensors
 
 NUMBERS: dict[str, type[int | float]] = {kind.__name__: kind for kind in (bool, int, float)}
 """Types of numbers by name."""
+MASTER = "master"
+"""Name of float32 copies of bfloat16 weights among the states of an optimizer, which does not know them."""
 Kinds = dict[str, dict[Tensor, Tensor]]
 """Tensors by kind, such as ``gradient`` or ``optimizer/momentum_buffer``, then by parameter."""
 
@@ -49,7 +51,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, kinds: Kinds) -> None:
     named = {kind.removeprefix("optimizer/"): tensors for kind, tensors in kinds.items() if kind.startswith("optimizer/")}
     parts = {kind.partition(".")[2] for kind in named}
     made = _zero_step(optimizer) if parts - {"", *NUMBERS} else {}
-    saved = [{kind: tensors[p] for kind, tensors in named.items() if p in tensors and "." not in kind} for p in order]
+    own = {kind: tensors for kind, tensors in named.items() if "." not in kind and kind != MASTER}
+    saved = [{kind: tensors[p] for kind, tensors in own.items() if p in tensors} for p in order]
     packed = optimizer.state_dict()
     packed["state"] = {i: values for i, values in enumerate(saved) if values}
     optimizer.load_state_dict(packed)

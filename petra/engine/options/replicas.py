@@ -267,7 +267,7 @@ def _buckets(parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return one buffer for each dtype, and make the parameters' gradients views of it, in the parameters' memory format."""
     buckets = []
     for tensors in _by_dtype(parameters):
-        bucket = torch.zeros(sum(p.numel() for p in tensors), dtype=tensors[0].dtype, device=tensors[0].device)
+        bucket = torch.zeros(sum(p.numel() for p in tensors), dtype=tensors[0].grad_dtype, device=tensors[0].device)
         for parameter, part in zip(tensors, torch.split(bucket, [p.numel() for p in tensors]), strict=True):
             parameter.grad = part.as_strided(parameter.shape, parameter.stride())
         buckets.append(bucket)
