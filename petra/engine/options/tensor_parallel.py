@@ -184,7 +184,7 @@ class Slices(Packing):
 
     def unpack(self, buffer: Tensor) -> Message:
         whole = self._whole.buffer()
-        dist.all_gather_into_tensor(whole, buffer, self._mesh.get_group())
+        dist.all_gather([*whole.chunk(self._mesh.size())], buffer, self._mesh.get_group())
         return self._whole.unpack(whole)
 
 
