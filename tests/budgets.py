@@ -28,21 +28,21 @@ class Budget(NamedTuple):
 
 ROOMS = {
     ("petra/*.py",): Budget(1_625, 1_566),
-    ("petra/reversible",): Budget(660, 650),
+    ("petra/reversible",): Budget(617, 617),
     ("petra/plan",): Budget(935, 935),
     ("petra/transport",): Budget(695, 700),
     ("petra/engine",): Budget(1_919, 1_919),
     ("petra/engine/options",): Budget(2_285, 2_285),
-    ("petra/staleness",): Budget(450, 450),
-    ("petra/training",): Budget(1_782, 1_782),
+    ("petra/staleness",): Budget(447, 447),
+    ("petra/training",): Budget(1_776, 1_776),
     ("petra/data",): Budget(1_909, 1_909),
-    ("petra/models",): Budget(1_854, 1_854),
-    ("petra/inplace_abn",): Budget(2_000, 2_000),
-    ("petra/elastic", "launch/elastic"): Budget(1_000, 1_000),
+    ("petra/models",): Budget(1_721, 1_721),
+    ("petra/inplace_abn",): Budget(1_964, 1_964),
+    ("petra/elastic", "launch/elastic"): Budget(999, 999),
     ("petra/huggingface",): Budget(1_363, 1_363),
-    ("petra/diagnostics",): Budget(840, 840),
+    ("petra/diagnostics",): Budget(838, 838),
     ("petra/cost_model",): Budget(1_534, 1_534),
-    ("petra/analysis",): Budget(400, 400),
+    ("petra/analysis",): Budget(398, 398),
     ("launch/*.py", "launch/templates"): Budget(1_237, 1_237),
     ("launch/config",): Budget(810, 400),
     ("launch/run",): Budget(1_875, 1_658),
@@ -56,9 +56,9 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_530, 26_948)
+BOTH = Budget(27_365, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
-CORE = Budget(6_050, 6_050)
+CORE = Budget(6_018, 6_018)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)

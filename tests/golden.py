@@ -123,7 +123,6 @@ RUNS = (
     _run("leapfrog", "model.coupling=leapfrog model.delimiter=7 k=2", data=TEXT),
     _run("vit_dropout", "model=revvit model.width=null model.dim=16 model.heads=2 model.depth=2 model.dropout=0.1 k=2"),
     _run("revnet38", "model=revnet38 k=2 trainer.stages=4 trainer.limit_batches=5"),
-    _run("irevnet", "model=irevnet163 model.width=0.25 k=2 trainer.stages=4 trainer.limit_batches=3"),
     _run("inplace_abn", f"model=wide_resnet38 model.norm=inplace_abn model.width=0.0625 k=2 trainer.stages=4 {FEW}"),
     _run("deeplab", "model.body=revnet18 k=2 trainer.bootstrap=0.5 trainer.stages=3 schedule=polynomial", data=SEGMENTATION),
     _run(

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from petra.model import Model
-from petra.models.irevnet import irevnet163, irevnet301
 from petra.models.language import gpt, revgpt
 from petra.models.preactivation import (
     resnet32,
@@ -23,9 +22,7 @@ from petra.models.vision_transformer import revvit
 _RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
 _REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104, revnet602)
 
-MODELS: dict[str, Callable[..., Model]] = {
-    build.__name__: build for build in (*_RESNETS, *_REVNETS, irevnet163, irevnet301, gpt, revgpt, revvit)
-}
+MODELS: dict[str, Callable[..., Model]] = {build.__name__: build for build in (*_RESNETS, *_REVNETS, gpt, revgpt, revvit)}
 """Builders by name. :mod:`petra.inplace_abn` adds its own when it is imported.
 
 Every builder takes ``classes``. Builders that depend on the side of the images or the context length take it as ``size``. All
@@ -39,8 +36,6 @@ __all__ = [
     "MODELS",
     "TOKEN_MODELS",
     "gpt",
-    "irevnet163",
-    "irevnet301",
     "resnet18",
     "resnet32",
     "resnet34",

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
@@ -131,36 +130,6 @@ class Coupling(ReversibleBlock):
             return y  # type: ignore[no-any-return]
         with forbid_inplace(inputs, f), seeded(seed, x.device):
             return f(*inputs)  # type: ignore[no-any-return]
-
-
-class DownsamplingCoupling(Coupling):
-    """i-RevNet's block: (x1, x2) → (S x2, S x1 + F(x2)), where S is ``pixel_unshuffle`` (Jacobsen et al. 2018, Eq. 1).
-
-    Streams of shape (B, C, H, W) become (B, C · factor², H / factor, W / factor). The block is a :class:`Coupling` of S x1 and
-    S x2. S only permutes entries, so S⁻¹ is also its adjoint: it maps both the reconstructed input and its gradient back.
-
-    Args:
-        f: Module that maps a tensor with the shape of x2 to one with the shape of S x1.
-        factor: Side of the square of pixels that S moves to channels.
-    """
-
-    def __init__(self, f: nn.Module, factor: int = 2) -> None:
-        super().__init__(nn.Sequential(nn.PixelShuffle(factor), f))
-        self.factor = factor
-
-    def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
-        return super().forward(pixel_unshuffle(x1, self.factor), pixel_unshuffle(x2, self.factor), *context, seed=seed)
-
-    def inverse(self, y1: Tensor, y2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
-        return self._shuffled(super().inverse(y1, y2, *context, seed=seed))
-
-    def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
-        x, dx, gradients = super().inverse_vjp(y, dy, seed=seed)
-        return self._shuffled(x), self._shuffled(dx), gradients
-
-    def _shuffled(self, streams: Streams) -> Streams:
-        first, second, *context = streams
-        return pixel_shuffle(first, self.factor), pixel_shuffle(second, self.factor), *context
 
 
 class TwoFunctionCoupling(ReversibleBlock):

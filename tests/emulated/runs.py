@@ -42,7 +42,6 @@ NETS: Mapping[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
     "revnet18": (lambda: MODELS["revnet18"](5, width=0.125), lambda: _images(16)),
     "revnet50": (lambda: MODELS["revnet50"](5, width=0.125), lambda: _images(16)),
     "abn": (lambda: MODELS["revnet18"](5, width=0.125, norm="inplace_abn"), lambda: _images(16)),
-    "irevnet": (lambda: MODELS["irevnet163"](5, width=0.25), lambda: _images(8)),
     "resnet18": (lambda: MODELS["resnet18"](5, width=0.125), lambda: _images(16)),
     "revgpt": (lambda: MODELS["revgpt"](64, dim=16, depth=3, heads=2, dropout=0.1, size=12), Tokens),
     "revvit": (lambda: MODELS["revvit"](5, dim=16, depth=3, heads=2, dropout=0.1, size=16), lambda: _images(16)),

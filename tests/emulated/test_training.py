@@ -46,7 +46,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compensation": {"arguments": {"remedy": Remedy(compensation=True)}},
     "lookahead": {"arguments": {"remedy": Remedy(lookahead=0.99)}},
     **{name: {"net": name, "microbatches": 4} for name in ("dropout", "revnet18", "abn", "revgpt", "revvit")},
-    "irevnet": {"net": "irevnet", "microbatches": 4, "arguments": {"stages": 4}},
     "resnet18": {"net": "resnet18", "method": "pipedream", "microbatches": 4},
 }
 ACCURACY = {**dict.fromkeys(SETTINGS, 1e-7), "revgpt": 5e-6, "revvit": 5e-6}

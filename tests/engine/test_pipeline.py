@@ -134,7 +134,6 @@ NETWORKS = {
     "resnet32": {"width": 1 / 16},
     "resnet164": {"width": 1 / 16},
     "revnet38": {"width": 1 / 8},
-    "irevnet163": {"width": 1 / 4},
 }
 
 

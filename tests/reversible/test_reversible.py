@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from petra import ModelError
 from petra.reversible import (
     Coupling,
-    DownsamplingCoupling,
     ReversibleBlock,
     ReversibleSequence,
     TwoFunctionCoupling,
@@ -36,12 +35,11 @@ def blocks(dropout: float = 0.0) -> list[ReversibleBlock]:
     made = [
         Coupling(branch(4, dropout)),
         TwoFunctionCoupling(branch(4, dropout), branch(4, dropout)),
-        DownsamplingCoupling(nn.Sequential(nn.Conv2d(4, 16, 2, stride=2), branch(16, dropout))),
     ]
     return [block.double() for block in made]
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("index", [0, 1])
 def test_inverse_and_fused_backward_equal_plain_autograd(index: int) -> None:
     block = blocks(dropout=0.4)[index]
     plain = copy.deepcopy(block)
