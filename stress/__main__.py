@@ -4,8 +4,6 @@ Prints a line for each with its minutes and how it ended, and the output of thos
 Programs that need root, iproute2 or Slurm are skipped where these are missing.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -7,8 +7,6 @@ first, until one fails. ``--again FILE`` plants the faults of an earlier run aga
 status 1 if a fault is missed.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 import json

@@ -1,7 +1,5 @@
 """What the programs of this folder share: a short run, waits with a limit, and comparisons with a run that nothing interrupted."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

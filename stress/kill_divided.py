@@ -5,8 +5,6 @@ others must end by themselves. The run continues from its newest checkpoint with
 continues with two, and so on. Losses and weights must be those of a run without kills, within rounding.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -6,8 +6,6 @@ and must end by themselves. ``--torchrun`` is the number of additional kills und
 (``--max-restarts``). With ``--agents 2``, the processes are shared by two agents, as on two machines.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

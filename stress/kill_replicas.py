@@ -5,8 +5,6 @@ waits until the lost replica has returned. Every drain of every process records 
 statistics, which must be equal in all replicas.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -17,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -80,7 +78,7 @@ class Replicas:
 
         self.replicas = [ReplicaProcesses(start, index, processes, self._store.port) for index in range(replicas)]
 
-    def __enter__(self) -> Replicas:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,7 +1,5 @@
 """Hosts on this machine, each a network namespace, joined by a bridge. Needs Linux, root and iproute2."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import subprocess

@@ -7,8 +7,6 @@ output is a Markdown table of what happened. "Equal" means: with the weights, me
 interruption. An assertion fails where the result differs from docs/clusters.md.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

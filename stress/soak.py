@@ -8,8 +8,6 @@ memory pools fill up in the first tenth, and for memory also the sixth. torch's 
 collectives, about 2 MiB, which would count as growth until it is full. The exit status is 1 if a process grew.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

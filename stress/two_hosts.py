@@ -10,8 +10,6 @@ an uninterrupted run. A second job that starts with the folder of a running one 
 the first.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -5,8 +5,6 @@ Lower it when the room shrinks, down to the budget, and never raise it. A room's
 with the reason in docs/design.md; a budget is met by removing and moving code, not by packing lines or shortening docstrings.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
@@ -52,7 +50,7 @@ ROOMS = {
     ("reproduction",): Budget(2_010, 2_000),
     ("benchmarks",): Budget(3_273, 3_273),
     ("examples",): Budget(670, 670),
-    ("tests", "stress"): Budget(17_908, 15_768),
+    ("tests", "stress"): Budget(17_758, 15_768),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""

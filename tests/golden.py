@@ -10,8 +10,6 @@ Each tree trains its own :data:`RUNS`, in the words that its configuration has. 
 name when a key is renamed. COMMIT has the option ``--train``; for an older one, use the file ``tests/golden.py`` that it has.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import io

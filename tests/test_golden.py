@@ -1,7 +1,5 @@
 """The comparison of weights with another commit, without training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

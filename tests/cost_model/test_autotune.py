@@ -1,7 +1,5 @@
 """Partitions and delays chosen by auto-tuning, the search within memory limits, and block costs against expected values."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Memory that a GPU will reach, against sizes counted by hand, and against the bytes that live while the engine trains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._subclasses import fake_tensor

@@ -1,7 +1,5 @@
 """The maximum cycle ratio against simulated runs, and the delays chosen with it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

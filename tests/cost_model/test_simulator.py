@@ -1,7 +1,5 @@
 """Predictions against closed forms and against an independent model of the pipeline."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from graphlib import TopologicalSorter

@@ -1,7 +1,5 @@
 """Bytes stored between forward and backward: predicted from shapes, measured during training, and counted by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from petra import Keep, Method, Weights

@@ -1,7 +1,5 @@
 """Gradient quality during training: against plain autograd, in cases with known results, and without changing a bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any

@@ -1,7 +1,5 @@
 """The monitor of reconstruction errors: its values, its warnings, and training that it does not change."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

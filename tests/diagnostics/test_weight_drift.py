@@ -1,7 +1,5 @@
 """The drift of weights between forward and backward passes, against copies of all weights."""
 
-from __future__ import annotations
-
 import pytest
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Loss of a replica while the pipeline trains, against one pipeline that leaves out the same samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

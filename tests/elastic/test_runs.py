@@ -1,7 +1,5 @@
 """Runs that lose a replica: a killed and a stopped process, the end of the run, and refused settings."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compiles the emulation against the installed torch. The result is cached by torch's version, the compiler and the sources."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import importlib.metadata

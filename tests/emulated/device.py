@@ -3,8 +3,6 @@
 :func:`install` must run before ``import torch``, because torch looks for CUDA when it is imported.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import os

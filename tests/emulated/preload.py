@@ -1,7 +1,5 @@
 """Imported first in the process from which those of :mod:`tests.emulated.processes` are forked: device, torch and petra."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 

@@ -1,7 +1,5 @@
 """Run functions of tests in processes that have the emulated device, with a timeout. No process is left running."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import tempfile

@@ -1,10 +1,8 @@
 """Training runs on the emulated device and on the CPU. The functions run in processes of :mod:`tests.emulated.processes`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -108,7 +106,7 @@ class Outcome:
     weights: dict[str, Tensor]
     losses: list[float]
 
-    def difference(self, other: Outcome) -> float:
+    def difference(self, other: Self) -> float:
         """Return the largest difference of weights, relative to the largest value of each tensor."""
         assert self.weights.keys() == other.weights.keys()
         pairs = [(t.cpu().double(), other.weights[key].cpu().double()) for key, t in self.weights.items()]

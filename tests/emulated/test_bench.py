@@ -1,7 +1,5 @@
 """``petra bench gpu`` on emulated devices, and the number of launches of a microbatch, which a GPU's host pays for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Each fault replaces a function of petra or torch. Faults of other kinds: ``stress.faults``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

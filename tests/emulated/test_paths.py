@@ -1,7 +1,5 @@
 """Paths besides training: checkpoints, early stop, diagnostics, commands, self-test, lost processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

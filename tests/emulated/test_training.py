@@ -1,7 +1,5 @@
 """Training on the emulated device equals training on the CPU, for every method, transport and setting, whatever the delays are."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Blocks, optimizers and data of a user's own: results equal plain PyTorch's, or an error says what does not fit."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """Optimizers by name, of torch and of other packages: resumed runs, bytes of states, weights for evaluation, and refusals."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Weights in bfloat16: with master weights, against float32 weights under autocast, and rounded by the optimizer."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

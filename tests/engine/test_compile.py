@@ -1,7 +1,5 @@
 """Compiled blocks: what is compiled before the first message, and what that leaves as it was."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Constructors of the library refuse values of wrong kinds at once, in one line that names the argument."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from inspect import signature

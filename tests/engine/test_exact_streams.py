@@ -1,7 +1,5 @@
 """Exact streams: with streams on a grid, reconstruction is exact bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Hooks: every event with its stage and microbatch, and no calls without hooks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

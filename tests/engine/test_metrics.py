@@ -1,7 +1,5 @@
 """Metrics that are vectors of counts, and their sums over stages and microbatches."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

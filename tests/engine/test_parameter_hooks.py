@@ -1,7 +1,5 @@
 """Hooks on parameters: called once per update, with the accumulated gradient."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Many processes against one: the same weights bit for bit, and errors instead of hangs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

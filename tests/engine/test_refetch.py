@@ -1,7 +1,5 @@
 """Inputs of the first stage that are fetched again: the weights of stored inputs, bit for bit, and no bytes between the passes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Data parallelism in several processes, against one pipeline that trains on the joint batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Optimizer state divided over replicas, against the same replicas with whole states."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Microbatches on their way to a GPU, with fake pinned memory."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import current_thread, main_thread

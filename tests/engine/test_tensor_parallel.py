@@ -1,7 +1,5 @@
 """Stages whose linear layers two processes divide, against whole ones."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The engine against every method and remedy written tick by tick from the papers' equations, in plain functions of its own."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field, replace
 from functools import partial

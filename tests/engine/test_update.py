@@ -1,7 +1,5 @@
 """Updates of stages compared with plain autograd: clipping, averages, loss scale, non-finite values, state, hooks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The watchdog names the step in which a run hangs, and says nothing about rounds that may take long."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time

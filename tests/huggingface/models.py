@@ -1,7 +1,5 @@
 """Tiny random models of every supported class of ``transformers``, untied, and what they compute themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Layers with momentum: the recurrence, its exact inverse in bf16, methods with other weights, and the export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

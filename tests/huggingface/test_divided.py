@@ -1,7 +1,5 @@
 """Layers of pre-trained models that two processes divide, against whole ones."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

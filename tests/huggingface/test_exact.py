@@ -1,7 +1,5 @@
 """Blocks of a model of ``transformers`` compute what the model computes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

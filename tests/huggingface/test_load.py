@@ -1,7 +1,5 @@
 """Checkpoints: untied weights, types, new weights, errors in one line, and the same training in several processes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``PetraTrainer`` against ``transformers.Trainer`` with the same arguments, in one process and through torchrun."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import os

@@ -1,7 +1,5 @@
 """The commands and the snippets of the page, on a tiny checkpoint, without a network."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

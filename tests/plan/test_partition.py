@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from itertools import accumulate, combinations, pairwise

@@ -1,7 +1,5 @@
 """Settings, optimizers and state of remedies. ``tests/engine/test_ticks.py`` compares their arithmetic with the equations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

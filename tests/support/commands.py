@@ -1,7 +1,5 @@
 """Configurations, runs and failing commands, all in this process."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout

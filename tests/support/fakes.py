@@ -1,7 +1,5 @@
 """Small files in the formats of real data sets."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import pickle

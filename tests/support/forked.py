@@ -1,7 +1,5 @@
 """Run launch.train in forked processes with torchrun's environment. Imports are shared, so tests can start hundreds of runs."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -12,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -54,7 +52,7 @@ class Forked:
         arguments = (str(folder), [f"trainer.timeout={TIMEOUT}", *overrides], common, prepare)
         self.processes = [context.Process(target=main, args=(rank, *arguments)) for rank in range(world)]
 
-    def __enter__(self) -> Forked:
+    def __enter__(self) -> Self:
         for process in self.processes:
             process.start()
         return self

@@ -1,7 +1,5 @@
 """Small networks and data for tests, with every kind of block."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial

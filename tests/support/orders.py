@@ -1,7 +1,5 @@
 """A checker of deadlocks that runs orders of steps without a clock."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Tests of many settings without their full product."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import combinations, product
 from typing import Any

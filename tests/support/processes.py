@@ -1,7 +1,5 @@
 """Run a function in several processes with their own process group and a timeout. No process is left running."""
 
-from __future__ import annotations
-
 import datetime
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """All remedies of petra and of the examples, as one set of values."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from examples.remedies.braking import Braking

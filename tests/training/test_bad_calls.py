@@ -1,7 +1,5 @@
 """Calls with arguments that can't be meant, and folders whose names or numbers contradict what is in them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from math import isnan

@@ -1,7 +1,5 @@
 """Checkpoints: resumed runs equal uninterrupted ones bit for bit, and interrupted or damaged ones leave older ones intact."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

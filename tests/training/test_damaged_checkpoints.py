@@ -3,8 +3,6 @@
 The tests try a few hundred; ``pytest tests/training/test_damaged_checkpoints.py --hypothesis-profile=long`` tries 2,500.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """Rows of updates, and what Weights & Biases reads from the files of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import inf, isnan, nan
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Optimizers against their formulas, and schedules against closed forms at every update of a pipeline."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A save that is killed, or that meets a full or read-only disk, leaves earlier checkpoints intact."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

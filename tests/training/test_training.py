@@ -1,7 +1,5 @@
 """Learning rate, optimizer, records, progress, and epochs of a small pipeline."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
