@@ -14,12 +14,13 @@ from PIL import Image
 
 import petra.inplace_abn  # noqa: F401 (adds data sets)
 from launch import tokenize
-from petra.data import Dataset, EvalSource, TrainSource, load_dataset
+from petra.data import EvalSource, TrainSource, load_dataset
 from petra.data.imagenet import cropped
 from petra.errors import DataError, PetraError
 from petra.inplace_abn.label_maps import read_image
 from tests.data.test_tokens import write_llmc
 from tests.support.fakes import smooth_image, write_image_folders
+from tests.support.refusals import refuses
 
 Change = Callable[[Path], object]
 WORDS = np.random.default_rng(0).integers(0, 300, (4, 3000)).astype("<u2")
@@ -193,16 +194,12 @@ def test_photographs_are_turned_as_viewers_show_them(tmp_path: Path) -> None:
         read_image(tmp_path / "a.png")
 
 
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda data: TrainSource(data, 4, seed=-1), r"seed: expected an integer >= 0 and < 2\^63, got -1"),
-        (lambda data: TrainSource(data, 4, 0).inputs(-1), "microbatch: expected an integer >= 0 and < inf, got -1"),
-        (lambda data: TrainSource(data, 4, 0).targets(2.5), "microbatch: expected an integer >= 0 and < inf, got 2.5"),
-        (lambda data: EvalSource(data, 4).inputs(4), "microbatch: expected an integer >= 0 and < 4, got 4"),
-        (lambda data: TrainSource(data, 4, 0, share=slice(5, 9)).inputs(0), "share: expected some of 4 rows, got slice"),
-    ],
+test_sources = refuses(
+    lambda use: use(load_dataset("synthetic", images=64, size=8)),
+    (lambda data: TrainSource(data, 4, seed=-1), r"seed: expected an integer >= 0 and < 2\^63, got -1"),
+    (lambda data: TrainSource(data, 4, 0).inputs(-1), "microbatch: expected an integer >= 0 and < inf, got -1"),
+    (lambda data: TrainSource(data, 4, 0).targets(2.5), "microbatch: expected an integer >= 0 and < inf, got 2.5"),
+    (lambda data: EvalSource(data, 4).inputs(4), "microbatch: expected an integer >= 0 and < 4, got 4"),
+    (lambda data: TrainSource(data, 4, 0, share=slice(5, 9)).inputs(0), "share: expected some of 4 rows, got slice"),
+    kind=PetraError,
 )
-def test_sources(use: Callable[[Dataset], object], message: str) -> None:
-    with pytest.raises(PetraError, match=message):
-        use(load_dataset("synthetic", images=64, size=8))

@@ -15,6 +15,7 @@ from petra.data.dataset import labels_of
 from petra.errors import ConfigError, DataError
 from petra.reversible import derive_seed
 from tests.support.fakes import write_image_folders
+from tests.support.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -151,19 +152,15 @@ def test_digits_are_the_same_everywhere():
 FILES = ("cifar10", "cifar100", "imagenet32", "imagenet", "text", "segmentation", "cityscapes", "vistas", "cocostuff")
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("mnist", {}, r"^name: expected digits, synthetic, cifar10, .* tokens.*, got mnist"),
-        ("synthetic", {"images": 3}, r"data\.images: expected an integer >= 4, got 3"),
-        ("text", {"validation": 1.0}, r"data\.validation: expected a number > 0 and < 1, got 1\.0"),
-        ("text", {"root": "none.txt"}, r"none\.txt: can't be read \(No such file or directory\); set data\.root to a text file"),
-        *((name, {}, rf"data\.root: expected a path to the files of {name}, got none; .*data\.root") for name in FILES),
-    ],
+test_invalid_names_and_settings = refuses(
+    lambda name, options: load_dataset(name, **options),
+    ("mnist", {}, r"^name: expected digits, synthetic, cifar10, .* tokens.*, got mnist"),
+    ("synthetic", {"images": 3}, r"data\.images: expected an integer >= 4, got 3"),
+    ("text", {"validation": 1.0}, r"data\.validation: expected a number > 0 and < 1, got 1\.0"),
+    ("text", {"root": "none.txt"}, r"none\.txt: can't be read \(No such file or directory\); set data\.root to a text file"),
+    *((name, {}, rf"data\.root: expected a path to the files of {name}, got none; .*data\.root") for name in FILES),
+    kind=(ConfigError, DataError),
 )
-def test_invalid_names_and_settings(name, options, message):
-    with pytest.raises((ConfigError, DataError), match=message):
-        load_dataset(name, **options)
 
 
 def test_microbatches_have_the_predicted_shape_and_type(tmp_path):
