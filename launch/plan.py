@@ -161,7 +161,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
     setup = set_up(config, Process(rank=0, world=config.dp, local_rank=0, local_world=1))
-    inputs, model, numerics, machines = setup.plan.layout.inputs, setup.plan.model, setup.plan.numerics, _machines(options)
+    inputs, model, numerics, machines = setup.plan.layout.inputs, setup.plan.model, setup.plan.numerics, _machines(options, config)
     if options.measure:
         set_numerics(config.trainer)
         blocks = profile_blocks(model, inputs, optimizer=optimizer_factory(config.optim), device=setup.device, numerics=numerics)
@@ -204,9 +204,9 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
 
 
-def _machines(options: argparse.Namespace) -> Machines:
-    if options.machines is not None:
-        return read_machines(options.machines)
+def _machines(options: argparse.Namespace, config: Config) -> Machines:
+    if path := options.machines or config.cluster.machines:
+        return read_machines(path)
     for name in ("devices", "memory"):
         require(getattr(options, name) > 0, f"--{name}", "a number > 0", getattr(options, name))
     for name, bounds in (("teraflops", SCALE), ("bandwidth", SCALE), ("latency", LATENCY)):

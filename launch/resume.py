@@ -38,9 +38,10 @@ def read() -> list[Config]:
     from .config.compose import keys_of
     from .run.folder import CHECKPOINTS, changes_results
 
-    saved = options.run / CHECKPOINTS
+    saved, given = options.run / CHECKPOINTS, keys_of(options.words)
+    require("run_dir" not in given, "run_dir", f"the folder of the run, {options.run}, or nothing", config.run_dir)
     require(any(saved.glob("*/")), "command line", "the folder of a run with a checkpoint", f"{options.run} without one")
-    changed = sorted({*(config.resume_change or ()), *filter(changes_results, keys_of(options.words))})
+    changed = sorted({*(config.resume_change or ()), *filter(changes_results, given)})
     return [replace(config, run_dir=str(options.run), resume="auto", resume_change=changed or None)]
 
 

@@ -20,7 +20,7 @@ from petra.engine.metrics import size_of
 from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result
-from petra.errors import NumericsError, invalid, require
+from petra.errors import ModelError, NumericsError, invalid, require
 from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
@@ -127,8 +127,7 @@ class Pipeline:
         self.loss_port = loss_port(self.device, recipe.losses, recipe.metrics)
         totals, channels_last = torch.zeros_like(self.loss_port.totals), plan.numerics.channels_last
         self._source = DataPort(plan.layout.inputs, device, channels_last, totals, plan.layout.dp)
-        if self.world > 1:
-            check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
+        check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
         if plan.layout.tp > 1:
             from petra.engine.options.tensor_parallel import TensorReplicas
 
@@ -175,7 +174,7 @@ class Pipeline:
                 :attr:`microbatches_done` is the number of microbatches done. Pass it on every rank or on none.
 
         Raises:
-            ModelError: If exact streams exceeded the range of their grid. Raised on every rank.
+            ModelError: If no parameter requires a gradient, or exact streams exceeded their grid. Raised on every rank.
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
         start = self.microbatches_done
@@ -232,8 +231,7 @@ class Pipeline:
 
     def blocks_of(self, j: int) -> Iterator[tuple[str, nn.Module]]:
         """Yield the name and the module of each block of stage ``j`` (from 0), which is one of this rank."""
-        names = (self.plan.model.blocks[b].name for b in self.plan.stages[j].blocks)
-        yield from zip(names, self.stages[j].module, strict=True)
+        yield from zip((self.plan.model.blocks[b].name for b in self.plan.stages[j].blocks), self.stages[j].module, strict=True)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return parameters and buffers of this rank's blocks, by the same keys as in :class:`petra.model.Chain`."""
@@ -267,6 +265,8 @@ class Pipeline:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.microbatches_done} microbatches done)"
 
     def _set_data(self, data: DataSource, start: int, microbatches: int, *, training: bool) -> int:
+        trains = not training or any(block.trained for block in self.plan.layout.profiles)
+        require(trains, "model", "a parameter that requires a gradient", "none", ModelError)
         require_source(data, microbatches, refetches=training and self.plan.refetches)
         if self.replicas is not None:
             data, microbatches = self.replicas.share(data, microbatches, evaluation=not training)

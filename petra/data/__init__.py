@@ -1,6 +1,7 @@
 """Data sets by name, and data sources that return microbatches by number."""
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from petra.data.dataset import Dataset, Split
 from petra.data.map_style import from_dataset
 from petra.data.preparation import Preparation
 from petra.data.sources import EvalSource, TrainSource
-from petra.errors import alternatives, require
+from petra.errors import alternatives, invalid, require
 from petra.specs import TensorSpec
 
 _FILES = (releases.cifar10, releases.cifar100, releases.imagenet32, imagenet.imagenet, tokens.text, tokens.tokens)
@@ -41,10 +42,12 @@ def load_dataset(name: str, **options: Any) -> Dataset:
         options: Arguments of its function.
 
     Raises:
-        ConfigError: If the name is unknown, or a value is out of range.
+        ConfigError: If the name or an option is unknown, or a value is out of range.
         DataError: If a file is missing or damaged.
     """
     require(name in DATASETS, "name", alternatives(DATASETS), name)
+    for option in options.keys() - signature(DATASETS[name]).parameters.keys():
+        raise invalid(f"data.{option}", f"an argument of {name}", "another")
     return DATASETS[name](**options)
 
 

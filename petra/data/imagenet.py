@@ -79,7 +79,7 @@ def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
     if others:
         logging.getLogger(__name__).warning("%s: left out %d, such as %s", folder, len(others), min(others))
     images = ImageFiles(folder, np.array(names), size)
-    return Split(len(names), images, partial(labels_of, torch.tensor(labels, dtype=torch.int16)), epoch_seed=True)
+    return Split(len(names), images, partial(labels_of, torch.tensor(labels, dtype=torch.int32)), epoch_seed=True)
 
 
 @dataclass(frozen=True, eq=False)

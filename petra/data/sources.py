@@ -40,7 +40,7 @@ class _Source:
     """
 
     def __init__(self, split: Split, request: Request, workers: int, share: slice, timeout: float, stop: int | None = None) -> None:
-        require(isinstance(workers, Integral) and workers >= 0, "data.workers", "an integer >= 0", workers)
+        require(isinstance(workers, Integral) and 0 <= workers <= 1000, "data.workers", "an integer from 0 to 1000", workers)
         require(isinstance(share, slice), "share", "a slice", share)
         require(isinstance(timeout, Real) and timeout > 0, "timeout", "a number > 0", timeout)
 

@@ -37,7 +37,7 @@ HEADER_BYTES = 1024
 FORMATS: dict[int, tuple[int, np.dtype[Any]]] = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}
 """Version and type of the tokens by the magic number of llm.c's headers."""
 LONGEST_RUN = 1024
-"""Number of equal tokens at the end of a file from which on the file counts as incomplete: a download that was interrupted."""
+"""Number of tokens with equal low bytes at the end of a file that is refused: its download was interrupted, or it is big-endian."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +87,8 @@ def open_tokens(path: Path, classes: int) -> TokenFile:
         classes: Number of different tokens.
 
     Raises:
-        DataError: If the file can't be read, has another header or no tokens, its size does not agree with its header, or it ends
-            in :data:`LONGEST_RUN` equal tokens.
+        DataError: If the file can't be read, has another header or no tokens, its size does not agree with its header, or its last
+            :data:`LONGEST_RUN` tokens have equal low bytes.
     """
     with reading(path, HELP), path.open("rb") as file:
         head, size = file.read(HEADER_BYTES), path.stat().st_size
@@ -102,9 +102,9 @@ def open_tokens(path: Path, classes: int) -> TokenFile:
     present = (size - HEADER_BYTES) / dtype.itemsize
     require(present == count, str(path), f"{count} tokens, as its header says", f"{present:.15g}", DataError)
     require(count > 0, str(path), "tokens", "none", DataError)
-    last = np.frombuffer(end, dtype)[-LONGEST_RUN:]
-    whole = len(last) < LONGEST_RUN or len({*last.tolist()}) > 1
-    require(whole, str(path), "different tokens at the end", f"{last[0]} {LONGEST_RUN} times (an interrupted download?)", DataError)
+    last = np.frombuffer(end, dtype)[-LONGEST_RUN:] & 255
+    found = f"{last[0]} {LONGEST_RUN} times (an interrupted download, or big-endian numbers?)"
+    require(len({*last.tolist()}) > 1 or len(last) < LONGEST_RUN, str(path), "different low bytes at the end", found, DataError)
     return TokenFile(path, dtype, count, classes)
 
 
@@ -138,18 +138,15 @@ class Windows:
         """
         windows = indices.numpy()
         owners = np.searchsorted(self.ends, windows, side="right")
-        rows = []
-        for owner, window in zip(owners.tolist(), windows.tolist(), strict=True):
-            shift = 0 if seed is None else derive_seed(seed, window) % self.size
-            rows.append(self._row(owner, window, shift))
+        rows = [self._row(owner, window, seed) for owner, window in zip(owners.tolist(), windows.tolist(), strict=True)]
         tokens = torch.from_numpy(np.stack(rows))
         return tokens.flatten() if self.offset else tokens
 
-    def _row(self, owner: int, window: int, shift: int) -> NDArray[np.int64]:
+    def _row(self, owner: int, window: int, seed: int | None) -> NDArray[np.int64]:
         tokens = self.sequences[owner]
         last = len(tokens) - 1
         start = (window - (int(self.ends[owner - 1]) if owner else 0)) * self.size
-        if shift:
+        if seed is not None and (shift := derive_seed(seed, window) % self.size):
             start = min(start + shift, last - self.size)
         positions = np.arange(start + self.offset, start + self.offset + self.size)
         row: NDArray[np.int64] = tokens[positions.clip(max=last)].astype(np.int64)
@@ -257,8 +254,7 @@ def _corpus(folder: Path) -> dict[str, Any]:
 
 def _bytes_per_token(folder: Path, part: str, files: Sequence[TokenFile], corpus: Mapping[str, Any]) -> float:
     """Return the mean number of bytes of text per token of a part, whose files must have as many tokens as the corpus says."""
-    found = corpus.get(part)
-    facts = found if isinstance(found, dict) else {}
+    facts = found if isinstance(found := corpus.get(part), dict) else {}
     for key in ("tokens", "bytes"):
         value = facts.get(key)
         require(type(value) is int and 0 < value < 2**63, f"{folder / CORPUS}, {part}.{key}", "an integer > 0", value, DataError)

@@ -73,8 +73,7 @@ def require_source(data: object, microbatches: int, *, refetches: bool) -> None:
     """
     require(isinstance(microbatches, int) and microbatches >= 0, "microbatches", "an integer >= 0", microbatches)
     for name in ("inputs", "targets", "refetch") if refetches else ("inputs", "targets"):
-        otherwise = " (or Runtime.refetch=False)" if name == "refetch" else ""
-        expected = f"a source with a method {name}(m), such as petra.data.TrainSource{otherwise}"
+        expected = f"a source with a method {name}(m), such as petra.data.TrainSource{' (or Runtime.refetch=False)' * refetches}"
         require(callable(getattr(data, name, None)), "data", expected, type(data).__name__)
 
 

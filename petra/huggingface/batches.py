@@ -45,11 +45,12 @@ class Form:
         """Return the microbatches of a batch. The last one is filled with rows whose targets don't count.
 
         Raises:
-            DataError: If the batch has entries of other names, or rows that are too long.
+            DataError: If the batch lacks labels or inputs, or has entries of other names, or rows that are too long.
         """
-        unknown = [name for name in batch if name not in (*FIELDS, "pixel_values", self.labels)]
-        require(not unknown, "batch", f"{', '.join(FIELDS)} or pixel_values, and {self.labels}", ", ".join(unknown), DataError)
-        labels, length = batch[self.labels], batch[FIELDS[0]].shape[1] if self.size else 0
+        names = sorted(batch) if isinstance(batch, Mapping) else [type(batch).__name__]
+        fits = {self.labels} < {*names} <= {*FIELDS, "pixel_values", self.labels}
+        require(fits, "batch", f"{', '.join(FIELDS)} or pixel_values, and {self.labels}", ", ".join(names), DataError)
+        labels, length = batch[self.labels], 0 if self.size is None else batch[FIELDS[0]].shape[1]
         require(length <= (self.size or 0), "max_length", f"at least {length}, the tokens of a row", self.size, DataError)
         inputs = stack(batch, self.fields, self.size) if self.size else batch["pixel_values"]
         if labels.dim() == 2:

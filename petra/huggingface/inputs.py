@@ -36,12 +36,14 @@ def stack(batch: Mapping[str, Tensor], fields: Sequence[str] = FIELDS[:1], size:
         int64 (B, T) if there is one field, otherwise (B, fields, T).
 
     Raises:
-        DataError: If a field is missing, the batch has one that is not among ``fields``, rows are longer than ``size``, or
-            ``position_ids`` are not 0, 1, 2, … with a restart at 0 for every document.
+        DataError: If a field is missing, the batch has one that is not among ``fields``, ``input_ids`` are no integers, rows are
+            longer than ``size``, or ``position_ids`` are not 0, 1, 2, … with a restart at 0 for every document.
     """
     for name in FIELDS:
         got = f"one with {name}" if name in batch else f"one without {name}"
         require((name in batch) == (name in fields), "batch", f"one with {alternatives(fields)} (fields)", got, DataError)
+    ids = torch.as_tensor(batch[FIELDS[0]])
+    require(not ids.is_floating_point(), "batch", f"integers as {FIELDS[0]}", str(ids.dtype), DataError)
     rows = torch.stack([torch.as_tensor(batch[name]).long() for name in fields], dim=1)
     if "position_ids" in fields:
         found = rows[:, fields.index("position_ids")]

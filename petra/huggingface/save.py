@@ -59,6 +59,7 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
 
 def untie(model: Any) -> int:
     """Give the head weights of its own, record it in the model's configuration, and return how many parameters this adds."""
+    require(hasattr(model, "get_input_embeddings"), "model", "a model of transformers", type(model).__name__, ModelError)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     if tied:

@@ -124,7 +124,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         with seeded(self.args.seed):
             batch = loader.collate_fn([loader.dataset[i] for i in range(min(rows, len(data)))])
         fields = tuple(name for name in FIELDS if name in batch)
-        size = (max_length or batch[FIELDS[0]].shape[1]) if FIELDS[0] in batch else None
+        size = (batch[FIELDS[0]].shape[1] if max_length is None else max_length) if FIELDS[0] in batch else None
         form = Form(rows, fields, size, self.label_names[0], name in (*DECODERS, "GPT2LMHeadModel"))
         pair = form.split(batch)[0]
         sums = all_gather_objects([float(t.double().sum()) for t in pair])

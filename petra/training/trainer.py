@@ -15,7 +15,7 @@ from torch import Tensor
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
 from petra.engine.totals import Result
-from petra.errors import DataError, Interrupted, ModelError, first_line, invalid, is_integer, require
+from petra.errors import DataError, Interrupted, first_line, invalid, is_integer, require
 from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints
 from petra.training.watchers import Watcher
@@ -75,8 +75,6 @@ class Trainer:
         rate = pipeline.recipe.learning_rate
         if rate is None:
             raise invalid("learning_rate", "a function of the microbatches done, for a pipeline with a trainer", "None")
-        trained = any(p.requires_grad for _, block in pipeline.blocks() for p in block.parameters())
-        require(any(all_gather_objects(trained)), "model", "a parameter that requires a gradient", "none", ModelError)
         for name, source, length in (("train", train, "batches_per_epoch"), ("test", test, "batches")):
             require(hasattr(source, length), name, f"a source with the attribute {length}", type(source).__name__)
         self.pipeline, self.train, self.test, self._learning_rate = pipeline, train, test, rate

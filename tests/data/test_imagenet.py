@@ -70,6 +70,16 @@ def test_16_bit_greyscale_keeps_its_brightness(tmp_path):
         assert np.array_equal(np.asarray(read(tmp_path / "16.png")), np.asarray(read(tmp_path / "8.png")))
 
 
+def test_more_classes_than_numbers_of_16_bits(tmp_path, monkeypatch):
+    """Folders that exist in the test only, since as many take minutes to make."""
+    names = [str(i) for i in range(40_000)]
+    listed = {tmp_path / "train": names, tmp_path / "val": names}
+    monkeypatch.setattr("petra.data.imagenet.listed", lambda folder, help: listed.get(folder, ["a.jpg"]))
+    monkeypatch.setattr("pathlib.Path.is_dir", lambda path: True)
+    data = load_dataset("imagenet", root=tmp_path)
+    assert data.train.targets(torch.tensor([0, data.classes - 1]), None).tolist() == [0, 39_999]
+
+
 def test_area_and_aspect_ratio_of_random_crops():
     """Area uniform from 8 to 100 %, aspect ratio from 3/4 to 4/3 with median 1, and any position."""
     rng = random.Random(0)

@@ -14,18 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from petra import (
-    BlockSpec,
-    ConfigError,
-    Keep,
-    Method,
-    Model,
-    ModelError,
-    Numerics,
-    Pipeline,
-    TensorSpec,
-    Weights,
-)
+from petra import BlockSpec, ConfigError, Keep, Method, Model, ModelError, Numerics, Pipeline, TensorSpec, Weights
 from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
 from petra.training.optim import OPTIMIZERS
 from tests.support.nets import assert_equal, make_pipeline, sgd, train_plainly
@@ -300,18 +289,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: chain(linear(6, 3), optimizer=groups, learning_rate=lambda t: 0.1),
         r"^learning_rate: expected None for an optimizer .* rates 0\.1, 0\.2, got a function",
     ),
-    "wire": (
-        lambda: Numerics(exact_streams=True, wire="bf16"),
-        r"exact_streams: expected false with wire=bf16, got true",
-    ),
-    "no rate": (
-        lambda: chain(linear(6, 3), optimizer=OPTIMIZERS["adam"]),
-        r"learning_rate: expected a function, .* got None$",
-    ),
-    "two outputs": (
-        lambda: chain(linear(), Twice()),
-        "outputs of block b1: expected 1 for loss, got 2",
-    ),
+    "wire": (lambda: Numerics(exact_streams=True, wire="bf16"), r"exact_streams: expected false with wire=bf16, got true"),
+    "no rate": (lambda: chain(linear(6, 3), optimizer=OPTIMIZERS["adam"]), r"learning_rate: expected a function, .* got None$"),
+    "two outputs": (lambda: chain(linear(), Twice()), "outputs of block b1: expected 1 for loss, got 2"),
     "a lazy layer": (
         lambda: chain(nn.LazyLinear(6), linear(6, 3)),
         "block b0 of model mine: expected tensors with shapes .*, got weight, bias without",

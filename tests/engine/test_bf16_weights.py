@@ -18,7 +18,7 @@ from petra.training import Checkpoints, newest, restore
 from petra.training.optim import OPTIMIZERS
 from petra.training.state import load_state, state_of
 from tests.support.commands import TINY, planned
-from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 
 STREAM = RandomSource(batch=8, dtype=torch.float32)
@@ -138,9 +138,11 @@ def test_what_needs_float32_weights_is_refused() -> None:
         return make_pipeline(mixed_net(dtype=torch.float32), STREAM.spec, rules=UpdateRules(weights="bf16"), **settings)
 
     elastic = ["dp=2", "cluster.elastic=true", "checkpoint.every=1", "resume=auto", "run_dir=unused", "optim.weights=bf16"]
+    common = {"optimizer": sgd, "numerics": BF16, "rules": UpdateRules(weights="bf16")}
     made(remedies=[Discount(4)])
     for message, call in {
         "without trainer.precision=bf16": lambda: made(numerics=Numerics()),
+        "with parameters in float64": lambda: make_pipeline(mixed_net(), RandomSource().spec, **common),
         "with optim.average=0.9": lambda: pipeline(average=0.9),
         "with the remedy WeightPrediction": lambda: made(remedies=[WeightPrediction("difference")]),
         "with Own, which trains other weights": lambda: made(optimizer=lambda module: Own(module.parameters())),

@@ -177,10 +177,7 @@ test_settings_that_cannot_work_are_refused = refuses(
     ({"method": "petri"}, "method: expected petra, .*, got petri"),
     ({"runtime": Runtime(transport="edge")}, "transport: expected auto or local in one process, got edge"),
     ({"method": "pipedream_2bw", "k": 4}, "k: expected an integer >= 5 .*the delay of stage 1.*, got 4"),
-    (
-        {"method": Method("x", 1, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)},
-        "refers to casts of the weights",
-    ),
+    ({"method": Method("x", 1, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)}, "refers to casts of the weights"),
 )
 
 

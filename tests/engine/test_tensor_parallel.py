@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,19 +132,27 @@ def test_divided_stages_equal_whole_ones(tmp_path: Path) -> None:
         torch.testing.assert_close(one["continued"]["weights"], continued, rtol=1e-4, atol=2e-6)
 
 
-def hooked() -> nn.Module:
-    mlp = MLP(LayerOptions(8))
+class Misfit(MLP):
+    """Units that are not as many as the layer has."""
+
+    def divisible(self, tp: int) -> dict[str, tuple[int, ...] | str]:
+        return {**super().divisible(tp), "up": (2,)}
+
+
+def hooked(kind: type[MLP] = MLP) -> nn.Module:
+    mlp = kind(LayerOptions(8))
     mlp.up.weight.register_hook(lambda gradient: gradient)
     return nn.Sequential(mlp, nn.Flatten(), nn.Linear(16, 5))
 
 
 def refused(rank: int) -> list[str]:
     """Return the messages of what two processes can't divide."""
-    divided = {"optimizer": sgd, "runtime": Runtime(tp=2)}
+    divided, spec = {"optimizer": sgd, "runtime": Runtime(tp=2)}, TensorSpec((4, 2, 8), torch.float32)
     attempts: list[Callable[[], Pipeline]] = [
         lambda: pipeline("revgpt", 2, stages=1, optimizer=OPTIMIZERS["muon"]),
         lambda: make_pipeline(mixed_net(), RandomSource().spec, **divided),
-        lambda: make_pipeline(Model("hooked", (BlockSpec("layer", hooked),)), TensorSpec((4, 2, 8), torch.float32), **divided),
+        lambda: make_pipeline(Model("hooked", (BlockSpec("layer", hooked),)), spec, **divided),
+        lambda: make_pipeline(Model("misfit", (BlockSpec("layer", partial(hooked, Misfit)),)), spec, **divided),
     ]
     found = []
     for attempt in attempts:
@@ -155,10 +164,11 @@ def refused(rank: int) -> list[str]:
 
 @pytest.mark.processes
 def test_what_needs_whole_layers_is_refused(tmp_path: Path) -> None:
-    muon, without, hooks = run_processes(2, refused, tmp_path, timeout=60)[0]
+    muon, without, hooks, misfit = run_processes(2, refused, tmp_path, timeout=60)[0]
     assert "tp: expected 1 with an optimizer that needs whole parameters, or that isn't torch's, got Muon" in muon
     assert "tp: expected 1 for a model without layers that can be divided, got 2" in without
     assert "tp: expected parameters of up without hooks" in hooks
+    assert "tp: expected 1 with layers that can't be divided, got up: (2,) of Linear(in_features=8" in misfit
 
 
 class Mine(Remedy):

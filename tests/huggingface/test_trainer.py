@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from petra import ConfigError, DataError
+from petra import ConfigError, DataError, PetraError
 from petra.huggingface import PetraTrainer
 from tests.huggingface.models import VOCABULARY, tiny
 from tests.structure import ROOT
@@ -144,8 +144,17 @@ def test_what_cannot_be_mapped_is_refused_by_name(
         trainer.train(resume_from_checkpoint=str(tmp_path))
     with pytest.raises(ConfigError, match=r"train_dataset: expected a data set with a length > 0, .* got list"):
         PetraTrainer(model, arguments(tmp_path), eval_dataset=[])
-    with pytest.raises(DataError, match="max_length: expected at least 12, the tokens of a row, got 8"):
-        PetraTrainer(model, arguments(tmp_path), train_dataset=data, max_length=8)
+    for change, settings, found in (
+        (lambda row: row, {"max_length": 8}, "max_length: expected at least 12, the tokens of a row, got 8"),
+        (lambda row: row, {"max_length": 0}, "max_length: expected at least 12, the tokens of a row, got 0"),
+        (lambda row: {"input_ids": row["input_ids"]}, {}, "batch: expected input_ids, .* and labels, got input_ids"),
+        (lambda row: {**row, "input_ids": row["input_ids"] / 2}, {}, "batch: expected integers as input_ids, got torch.float32"),
+        (lambda row: row, {"data_collator": list}, "batch: expected input_ids, .*, got list"),
+    ):
+        with pytest.raises(DataError, match=found):
+            PetraTrainer(model, arguments(tmp_path), train_dataset=[change(row) for row in data], **settings)
+    with pytest.raises(PetraError, match="model: expected a model of transformers, got Linear"):
+        PetraTrainer(torch.nn.Linear(2, 2), arguments(tmp_path), train_dataset=data)
 
 
 def run(*command: str | Path, folder: Path) -> None:

@@ -235,6 +235,7 @@ def test_keys_on_the_command_line_change_the_run_from_here_on(
     ("words", "message"),
     [
         (["a b", "optim.speed=1"], "optim.speed: no such key"),
+        (["a b", "run_dir=other"], "run_dir: expected the folder of the run, a b, or nothing, got other"),
         (["a b", "optim=adamw"], r"optim: expected single keys of the run's configuration \(optim.KEY=VALUE\), got adamw"),
         (["new"], "command line: expected the folder of a run with a checkpoint, got new without one"),
         ([], "command line: the following arguments are required: RUN"),

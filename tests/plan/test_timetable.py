@@ -8,16 +8,7 @@ from random import Random
 import pytest
 
 from petra import ConfigError, Keep, Method, ScheduleError
-from petra.plan.timetable import (
-    Op,
-    PeriodicRounds,
-    Step,
-    Timetable,
-    check_training,
-    evaluation_rounds,
-    in_flight,
-    training_rounds,
-)
+from petra.plan.timetable import Op, PeriodicRounds, Step, Timetable, check_training, evaluation_rounds, in_flight, training_rounds
 from tests.support.orders import check_orders
 from tests.support.refusals import refuses
 

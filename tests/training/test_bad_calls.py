@@ -18,7 +18,7 @@ from petra.data import EvalSource, TrainSource, load_dataset
 from petra.reversible import Coupling
 from petra.training import Checkpoints, MultiStep, Trainer, export, load, newest, restore
 from petra.training.loggers import WandbLogger
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 
 
 def build(seed: int = 0) -> Pipeline:
@@ -34,13 +34,13 @@ def trainer(train: object = TrainSource, test: object = EvalSource) -> Trainer:
     return Trainer(build(), made[train], made[test])
 
 
-def test_a_network_that_is_frozen_as_a_whole_is_refused() -> None:
-    data = load_dataset("synthetic", images=16, size=8)
-    pipeline = build()
-    for _, block in pipeline.blocks():
-        block.requires_grad_(False)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_network_that_is_frozen_as_a_whole_is_evaluated_only(stages: int) -> None:
+    model = Model.of("frozen", nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).double().requires_grad_(False))
+    pipeline = make_pipeline(model, RandomSource().spec, optimizer=sgd, stages=stages)
+    pipeline.evaluate(RandomSource(), 1)
     with pytest.raises(PetraError, match="model: expected a parameter that requires a gradient, got none"):
-        Trainer(pipeline, TrainSource(data, 2, 0), EvalSource(data, 2))
+        pipeline.train(RandomSource(), 1)
 
 
 def replace_clock(folder: Path) -> None:
@@ -98,33 +98,21 @@ def test_an_evaluation_without_targets_or_a_finite_loss_is_a_warning(
             lambda path: run(torch.full((ROWS,), 3), loss=lambda y, t: -y.gather(1, t[:, None]).mean()),
             r"targets: expected some that fit .*, from 0 to 2, got .* from 3 to 3 \(index 3 is out of bounds",
         ),
-        (
-            lambda path: Coupling(nn.Linear(4, 1))(torch.ones(2, 4), torch.ones(2, 4)),
-            r"f: .* stream, \[2, 4\], got \[2, 1\]",
-        ),
+        (lambda path: Coupling(nn.Linear(4, 1))(torch.ones(2, 4), torch.ones(2, 4)), r"f: .* stream, \[2, 4\], got \[2, 1\]"),
         (lambda path: run(loss=lambda y, t: torch.zeros(())), "loss: expected a function of the output"),
         *(
             (lambda path, r=rate: run(learning_rate=lambda t: r), rf"learning_rate\(1\): expected a number >= 0, got {rate!r}")
             for rate in (-0.1, None, "a")
         ),
         (lambda path: run(learning_rate=lambda: 0.1), "learning_rate: expected a function of the microbatches done"),
-        (
-            lambda path: run(optimizer=lambda m: torch.optim.SGD(FIRST.parameters(), 0.1)),
-            "optimizer: expected one of all",
-        ),
-        (
-            lambda path: run(optimizer=lambda m: torch.optim.SGD([*m.parameters()][:1], 0.1)),
-            "optimizer: expected one of all",
-        ),
+        (lambda path: run(optimizer=lambda m: torch.optim.SGD(FIRST.parameters(), 0.1)), "optimizer: expected one of all"),
+        (lambda path: run(optimizer=lambda m: torch.optim.SGD([*m.parameters()][:1], 0.1)), "optimizer: expected one of all"),
         (lambda path: run(metrics={"loss": lambda y, t: y.sum()}), "metrics: expected functions .*, none of them loss"),
         *((lambda path, s=seed: run(seed=s), r"seed: expected an integer >= 0 and < 2\^63") for seed in (-1, 2**70)),
         (lambda path: Checkpoints(path, every=0), r"checkpoint\.every: expected None or an integer >= 1, got 0"),
         (lambda path: Checkpoints(path).save(build(), {"a": object()}), "cannot be written .*not JSON serializable"),
         (lambda path: trainer().fit(-1), "epochs: expected an integer >= 0, got -1"),
-        (
-            lambda path: trainer(EvalSource, TrainSource),
-            "train: expected a source with the attribute batches_per",
-        ),
+        (lambda path: trainer(EvalSource, TrainSource), "train: expected a source with the attribute batches_per"),
     ],
 )
 def test_arguments(call: Callable[[Path], object], message: str, tmp_path: Path) -> None:

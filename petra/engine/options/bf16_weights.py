@@ -30,10 +30,8 @@ def check_short(plan: Plan, recipe: Recipe) -> None:
     """
     if recipe.rules.weights != "bf16":
         return
-    acting, average = (
-        [type(each).__name__ for each in recipe.remedies if type(each).parts is not Remedy.parts],
-        recipe.rules.average,
-    )
+    acting = [type(each).__name__ for each in recipe.remedies if type(each).parts is not Remedy.parts]
+    average = recipe.rules.average
     for wrong, expected in (
         (plan.numerics.autocast is not torch.bfloat16, "float32 without trainer.precision=bf16"),
         (plan.layout.tp > 1, f"float32 with tp={plan.layout.tp}"),
@@ -54,6 +52,7 @@ def attach_masters(plan: Plan, recipe: Recipe, stage: Stage, optimizer: torch.op
 def shorten(stage: Stage) -> None:
     """Convert a stage's parameters of two or more dimensions from float32 to bfloat16. Gradients stay in float32."""
     for p in stage.module.parameters():
+        require(p.dtype is not torch.float64, "optim.weights", "float32 with parameters in float64", "bf16")
         if p.dim() > 1 and p.dtype is torch.float32:
             p.data = p.data.bfloat16()
             if p.requires_grad:

@@ -227,8 +227,8 @@ class TensorReplicas(Replicas):
 
     def _divide(self, name: str, layer: nn.Module, way: tuple[int, ...] | str) -> DividedLinear:
         count = self._mesh.size()
-        known = isinstance(layer, nn.Linear) and (way == ROWS or isinstance(way, tuple))
-        require(known, "tp", "1 with layers that can't be divided", f"{name}: {way} {type(layer).__name__}", ModelError)
+        known = isinstance(layer, nn.Linear) and (way == ROWS or (isinstance(way, tuple) and sum(way) == layer.out_features))
+        require(known, "tp", "1 with layers that can't be divided", f"{name}: {way} of {layer}", ModelError)
         assert isinstance(layer, nn.Linear)
         expected = f"parameters of {name} without hooks, which would get pieces of gradients"
         require(not any(any(hooks_of(p)) for p in layer.parameters()), "tp", expected, "some with", ModelError)
