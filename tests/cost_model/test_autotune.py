@@ -16,6 +16,7 @@ from petra.models import revnet18
 from petra.plan.messages import Boundary, boundary
 from petra.settings import Numerics
 from tests.support.nets import RandomSource, mixed_net, sgd
+from tests.support.refusals import refuses
 
 PETRA = METHODS["petra"]
 
@@ -87,13 +88,12 @@ def test_the_fastest_partition_that_fits_comes_first_and_stages_that_need_too_mu
         assert within(memory, lambda count, fixed=fixed: fixed + 10 * count)[0] == expected  # type: ignore[misc]
 
 
-def test_limits_that_nothing_meets() -> None:
-    with pytest.raises(ConfigError, match=r"^memory: expected at least \S+ GB for device \d, got \S+ GB$"):
-        within([20, 35, 50], lambda count: 10 * count)
-    with pytest.raises(ConfigError, match=r"^memory: expected at least 1\.01e-06 GB for device 1, got 1e-06 GB$"):
-        within([1000, 5000, 5000], lambda count: 1000 + 10 * count)
-    with pytest.raises(ConfigError, match=r"^memory: expected at least 6e-08 GB for device 1, got 5e-08 GB$"):
-        within([50, 60], lambda count: 10 * count, [6, 6])
+test_limits_that_nothing_meets = refuses(
+    within,
+    ([20, 35, 50], lambda count: 10 * count, r"^memory: expected at least \S+ GB for device \d, got \S+ GB$"),
+    ([1000, 5000, 5000], lambda count: 1000 + 10 * count, r"^memory: expected at least 1\.01e-06 GB for device 1, got 1e-06 GB$"),
+    ([50, 60], lambda count: 10 * count, [6, 6], r"^memory: expected at least 6e-08 GB for device 1, got 5e-08 GB$"),
+)
 
 
 def test_counted_costs() -> None:

@@ -13,6 +13,7 @@ from launch.runtime.rank import Process
 from petra.errors import ConfigError
 from petra.training.checkpoint import checkpoints
 from stress.kill_replicas import RUN, Replicas, kill_many
+from tests.support.refusals import refuses
 
 
 @pytest.mark.processes
@@ -38,19 +39,12 @@ def test_a_killed_replica_returns_with_the_state_of_the_other(tmp_path: Path) ->
         assert clock >= rows[-1]["microbatches"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["dp=1"], "cluster.elastic: expected false without replicas (dp > 1), got true"),
-        (["checkpoint.every=null"], "checkpoint.every: expected an integer >= 1 with cluster.elastic=true, got null"),
-        (["resume=null"], "cluster.elastic: expected false without run_dir and resume=auto, got true"),
-    ],
+test_settings_that_do_not_fit_are_refused = refuses(
+    lambda change: check(compose_overrides([*RUN, "dp=2", "data.batch_size=4", change]), Process(0, 4, 0, 4)),
+    ("dp=1", "cluster.elastic: expected false without replicas (dp > 1), got true"),
+    ("checkpoint.every=null", "checkpoint.every: expected an integer >= 1 with cluster.elastic=true, got null"),
+    ("resume=null", "cluster.elastic: expected false without run_dir and resume=auto, got true"),
 )
-def test_settings_that_do_not_fit_are_refused(settings: list[str], message: str) -> None:
-    config = compose_overrides([*RUN, "dp=2", "data.batch_size=4", *settings])
-    with pytest.raises(ConfigError) as caught:
-        check(config, Process(0, 4, 0, 4))
-    assert str(caught.value) == message
 
 
 def test_processes_must_be_told_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:

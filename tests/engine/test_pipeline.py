@@ -6,18 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import (
-    METHODS,
-    BlockSpec,
-    DataError,
-    Keep,
-    Method,
-    Model,
-    ModelError,
-    PetraError,
-    Pipeline,
-    Weights,
-)
+from petra import METHODS, BlockSpec, DataError, Keep, Method, Model, ModelError, PetraError, Pipeline, Weights
 from petra.models import MODELS
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.settings import Numerics, Runtime

@@ -20,6 +20,7 @@ from petra.specs import IGNORED
 from petra.training import Checkpoints, newest, restore
 from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
+from tests.support.refusals import refuses
 
 
 def without_norms() -> Model:
@@ -252,24 +253,14 @@ def test_a_lost_replica_is_reported(replicated: Replicated) -> None:
     assert replicated[0]["lost"].startswith("all-reducing the gradients of stage 6 over replicas, microbatch 3: ")
 
 
-@pytest.mark.parametrize(
-    ("samples", "processes", "dp", "message"),
-    [
-        (8, 1, 2, "dp: expected 1 in one process, since replicas need processes of their own, got 2"),
-        (8, 4, 3, "dp: expected a divisor of 4, the number of processes, got 3"),
-        (8, 4, 0, "dp: expected an integer >= 1, got 0"),
-        (6, 4, 4, "dp: expected a divisor of 6, the number of samples of a microbatch, got 4"),
-        (8, 16, 2, "processes: expected 1 to 6, since mixed has 6 blocks, got 8"),
-    ],
+test_invalid_numbers_of_replicas_and_shares_too_small_for_batch_statistics = refuses(
+    lambda source, processes, dp: make_layout(mixed_net(), source.spec, None, processes, dp),
+    (RandomSource(8), 1, 2, "dp: expected 1 in one process, since replicas need processes of their own, got 2"),
+    (RandomSource(8), 4, 3, "dp: expected a divisor of 4, the number of processes, got 3"),
+    (RandomSource(8), 4, 0, "dp: expected an integer >= 1, got 0"),
+    (RandomSource(6), 4, 4, "dp: expected a divisor of 6, the number of samples of a microbatch, got 4"),
+    (RandomSource(8), 16, 2, "processes: expected 1 to 6, since mixed has 6 blocks, got 8"),
+    (RandomSource(2, 2), 2, 2, r"dp: expected shares .*, got float64\[1, 3, 2, 2\] of float64\[2, 3, 2, 2\] \(block"),
+    (RandomSource(1, 2), 1, 1, "Expected more than 1 value per channel"),
+    kind=(ConfigError, ModelError),
 )
-def test_invalid_numbers_of_replicas(samples: int, processes: int, dp: int, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        make_layout(mixed_net(), RandomSource(batch=samples).spec, None, processes, dp)
-    assert str(caught.value) == message
-
-
-def test_share_too_small_for_batch_statistics() -> None:
-    with pytest.raises(ConfigError, match=r"dp: expected shares .*, got float64\[1, 3, 2, 2\] of float64\[2, 3, 2, 2\] \(block"):
-        make_layout(mixed_net(), RandomSource(batch=2, size=2).spec, None, 2, 2)
-    with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
-        make_layout(mixed_net(), RandomSource(batch=1, size=2).spec, None, 1)

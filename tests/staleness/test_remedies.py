@@ -40,10 +40,7 @@ test_remedies_that_do_not_fit_the_run_raise = refuses(
         {"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction="velocity")},
         "remedy.prediction: expected none with method.weights=double, .*, got velocity",
     ),
-    (
-        {"remedy": Remedy(delay_compensation=0.1)},
-        "method.weights: expected stashed or double with DelayCompensation, got current",
-    ),
+    ({"remedy": Remedy(delay_compensation=0.1)}, "method.weights: expected stashed or double with DelayCompensation, got current"),
     (
         {"method": "delayed", "remedy": Remedy(delay_compensation=0.1), "rules": UpdateRules(loss_scale=2.0)},
         "trainer.precision: expected float32 or bf16 with DelayCompensation, got a loss scale",
