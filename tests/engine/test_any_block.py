@@ -178,12 +178,7 @@ def test_parameters_without_gradient_are_left_as_plain_pytorch_leaves_them(
     pipeline = chain(Unused(), Unused(), linear(6, 3), optimizer=optimizer, k=k)
     plain, data = pipeline.plan.model.build(0), Vectors()
     pipeline.train(data, 8)
-    steps = optimizer(plain)
-    for update in range(8 // k):
-        steps.zero_grad()
-        for m in range(update * k, (update + 1) * k):
-            (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / k).backward()
-        steps.step()
+    train_plainly(plain, optimizer(plain), data, 8, k)
     torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
     assert torch.equal(pipeline.state_dict()["b0.unused"], torch.ones(5, 5, dtype=torch.float64))
 

@@ -11,7 +11,7 @@ from petra.models import MODELS
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.settings import Numerics, Runtime
 from petra.specs import Streams
-from tests.support.nets import RandomSource, make_pipeline, mixed, mixed_net, sgd
+from tests.support.nets import RandomSource, make_pipeline, mixed, mixed_net, sgd, train_plainly
 from tests.support.pairs import all_pairs
 from tests.support.refusals import refuses
 
@@ -84,16 +84,8 @@ def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
 @cache
 def plainly_trained(k: int) -> tuple[nn.Module, list[float]]:
     """Return the plain network after eleven microbatches, with an update after every ``k``, and their losses."""
-    plain, data = mixed_net().build(3), RandomSource()
-    optimizer, losses = sgd(plain), []
-    for m in range(11):
-        loss = F.cross_entropy(plain(data.inputs(m)), data.targets(m))
-        (loss / k).backward()
-        losses.append(loss.item())
-        if (m + 1) % k == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return plain, losses
+    plain = mixed_net().build(3)
+    return plain, train_plainly(plain, sgd(plain), RandomSource(), 11, k)
 
 
 EXACT = {

@@ -106,12 +106,20 @@ def sgd(module: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=1e-3)
 
 
-def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, data: DataSource, microbatches: int) -> None:
-    """Train with ordinary autograd: one update for each microbatch."""
+def train_plainly(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: DataSource, microbatches: int, k: int = 1
+) -> list[float]:
+    """Train with ordinary autograd: one update for each ``k`` microbatches. Return the loss of each microbatch."""
+    losses = []
+    optimizer.zero_grad()
     for m in range(microbatches):
-        optimizer.zero_grad()
-        F.cross_entropy(model(data.inputs(m)), data.targets(m)).backward()
-        optimizer.step()
+        loss = F.cross_entropy(model(data.inputs(m)), data.targets(m))
+        (loss / k).backward()
+        losses.append(loss.item())
+        if (m + 1) % k == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
 
 
 def mixed(dropout: float = 0.0, **settings: Any) -> Pipeline:
