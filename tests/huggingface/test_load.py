@@ -126,6 +126,5 @@ def test_weights_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> Non
     tiny("LlamaForCausalLM", torch.float32, tied=True).save_pretrained(tmp_path / "llama")
     tiny("BertForMaskedLM", torch.float32, tied=True, **dropout).save_pretrained(tmp_path / "bert")
     alone = trained(None, tmp_path)
-    for world in (2, 4):
-        parts = run_processes(world, trained, tmp_path / str(world), tmp_path, timeout=200)
-        assert_equal({case: {key: v for part in parts for key, v in part[case].items()} for case in alone}, alone)
+    parts = run_processes(3, trained, tmp_path / "processes", tmp_path, timeout=200)  # of one stage and of two
+    assert_equal({case: {key: v for part in parts for key, v in part[case].items()} for case in alone}, alone)

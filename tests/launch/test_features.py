@@ -1,4 +1,4 @@
-"""Options of training: precision, compilation, metrics, export and evaluation, loggers, presets, the dry run, help."""
+"""Options of training: label smoothing, metrics, export and evaluation, presets, the dry run, inputs that are fetched again."""
 
 import json
 import re
@@ -7,39 +7,18 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from torch.nn import functional as F
 
 from launch.config.read import configurations
 from launch.evaluate import main as evaluate
 from launch.run.costs import stage_facts, stage_map
-from petra import DataError, Keep, Method, Pipeline, Weights
 from petra.engine.endpoints import Losses
-from petra.settings import Numerics, Runtime
-from petra.training import export, load, load_into, sgd
+from petra.training import sgd
 from tests.structure import ROOT
 from tests.support.commands import TINY, lines, planned, train
 from tests.support.nets import RandomSource, make_pipeline, mixed_net
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
-
-
-def trained(method: str | Method, microbatches: int = 5, **settings: object) -> Pipeline:
-    data = RandomSource()
-    pipeline = make_pipeline(
-        mixed_net(), data.spec, method=method, k=2, optimizer=sgd, learning_rate=lambda t: 0.05, seed=2, **settings
-    )  # type: ignore[arg-type]
-    pipeline.train(data, microbatches)
-    return pipeline
-
-
-@pytest.mark.parametrize("method", ["petra", Method("s", 2, Keep.INPUT, Weights.STASHED)])
-def test_compiled_blocks_train_like_uncompiled_ones(method: str | Method) -> None:
-    compiled, plain = trained(method, runtime=Runtime(compile="aot_eager")), trained(method)
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(compiled.state_dict()[key], value, rtol=1e-9, atol=1e-11)
-    data = RandomSource()
-    assert compiled.evaluate(data, 2).loss == pytest.approx(plain.evaluate(data, 2).loss, rel=1e-9)
 
 
 def test_label_smoothing_is_for_training_only() -> None:
@@ -51,24 +30,6 @@ def test_label_smoothing_is_for_training_only() -> None:
     assert pipeline.train(data, 1).loss == pytest.approx(smoothed(plain(data.inputs(0)), data.targets(0)).item())
     plain.load_state_dict(pipeline.state_dict())
     assert pipeline.evaluate(data, 1).loss == pytest.approx(F.cross_entropy(plain.eval()(data.inputs(0)), data.targets(0)).item())
-
-
-@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
-def test_exports_load_strictly_and_back_into_a_pipeline(suffix: str, tmp_path: Path) -> None:
-    if suffix == "safetensors":
-        pytest.importorskip("safetensors")
-    pipeline, path = trained("petra", numerics=Numerics(channels_last=True)), tmp_path / f"model.{suffix}"
-    export(pipeline, path)
-    mixed_net().build(0).load_state_dict(load(path), strict=True)
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    other = trained("petra", 1)
-    load_into(other, load(path), "x")
-    assert all(torch.equal(value, other.state_dict()[key]) for key, value in pipeline.state_dict().items())
-    with pytest.raises(DataError, match=r"x: contains nose\.weight, but mixed has no such block"):
-        load_into(other, {"nose.weight": torch.zeros(1)}, "x")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(DataError, match="cannot be read as exported weights"):
-        load(path)
 
 
 def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,15 +53,9 @@ def test_a_run_of_one_epoch_leaves_curves_and_a_report(tmp_path: Path, capsys: p
     (folder / "summary.json").write_text(json.dumps(summary | {"peak_memory_bytes": [1e6, 2e6]}))  # of two processes
     report([str(folder)])
     assert "Memory" in headings((folder / "report.html").read_text(encoding="utf-8"))
-
-
-def test_a_run_with_nothing_left_to_train_keeps_what_was_recorded(tmp_path: Path) -> None:
-    """A run may be stopped after its last microbatch, in the evaluation."""
-    options = ("trainer.trace=4", "trainer.diagnose=4", "trainer.stages=2", "k=2")
-    train(tmp_path / "run", *options)
-    kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("trace.json", "gradients.jsonl")}
-    train(tmp_path / "run", *options, "resume=auto")
-    assert {name: (tmp_path / "run" / name).read_bytes() for name in kept} == kept
+    kept = {name: (folder / name).read_bytes() for name in ("trace.json", "gradients.jsonl")}
+    train(folder, "trainer.stages=3", "k=2", *recorded, "resume=auto")  # stopped in the evaluation, it has nothing left to train
+    assert {name: (folder / name).read_bytes() for name in kept} == kept
 
 
 def test_a_run_that_is_not_complete_has_a_report(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 from petra import ConfigError, DataError, TensorSpec
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.models import resnet18
+from petra.settings import Numerics
 from petra.training import (
     JsonLines,
     Lines,
@@ -24,6 +25,7 @@ from petra.training import (
     export,
     facts_in,
     load,
+    load_into,
     locked,
     new_run_folder,
     peak_memory,
@@ -32,7 +34,7 @@ from petra.training import (
 )
 from petra.training.weight_files import hash_of
 from tests.structure import ROOT
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed, mixed_net
 from tests.training.test_damaged_checkpoints import Evil
 
 
@@ -95,22 +97,27 @@ def test_trainer_records_every_epoch(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_an_exported_file_holds_facts_beside_the_tensors(suffix: str, tmp_path: Path) -> None:
     if suffix == ".safetensors":
         pytest.importorskip("safetensors")
-    data = RandomSource()
-    pipeline = make_pipeline(mixed_net(), data.spec, optimizer=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
+    numerics = Numerics(channels_last=True)
+    pipeline, other = (mixed(learning_rate=lambda t: 0.1, numerics=numerics, seed=seed) for seed in (0, 1))
     state = {key: value.clone() for key, value in pipeline.state_dict().items()}
     facts = {"preparation": {"size": 8, "moments": [[0.1, 0.2, 0.3], [1.0, 2.0, 3.0]], "crop": 1.0}}
     export(pipeline, tmp_path / f"with{suffix}", facts)
     export(pipeline, tmp_path / f"without{suffix}")
     assert facts_in(tmp_path / f"with{suffix}") == {"clock": 0, "sha256": hash_of(state), **facts}
     assert facts_in(tmp_path / f"without{suffix}").keys() == {"clock", "sha256"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"with{suffix}", f"without{suffix}"}
     mixed_net().build(1).load_state_dict(load(tmp_path / f"with{suffix}"), strict=True)
+    load_into(other, load(tmp_path / f"with{suffix}"), "x")
+    assert_equal(other.state_dict(), state)
+    with pytest.raises(DataError, match=r"x: contains nose\.weight, but mixed has no such block"):
+        load_into(other, {"nose.weight": torch.zeros(1)}, "x")
     content, first = bytearray((tmp_path / f"with{suffix}").read_bytes()), next(iter(state.values()))
     content[content.index(first.numpy().tobytes()) + 2] ^= 1
     (tmp_path / f"flipped{suffix}").write_bytes(content)
     with pytest.raises(DataError, match=r"flipped\.\w+: expected the weights that were exported, as their hash says"):
         load(tmp_path / f"flipped{suffix}")
-    for content in (b"damaged", pickle.dumps(Evil(tmp_path / "canary"))):
-        (tmp_path / f"damaged{suffix}").write_bytes(content)
+    for wrong in (bytes(content[:100]), b"damaged", pickle.dumps(Evil(tmp_path / "canary"))):
+        (tmp_path / f"damaged{suffix}").write_bytes(wrong)
         for read in (facts_in, load):
             with pytest.raises(DataError, match="cannot be read as exported weights"):
                 read(tmp_path / f"damaged{suffix}")
