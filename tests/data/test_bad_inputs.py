@@ -52,6 +52,14 @@ def tokens(name: str, words: np.ndarray) -> Change:
     return lambda folder: write_llmc(folder / name, words)
 
 
+def header(*numbers: int) -> bytes:
+    return np.array([*numbers, *[0] * (256 - len(numbers))], "<i4").tobytes()
+
+
+def labels(mode: str, size: tuple[int, int], value: int = 0) -> Change:
+    return lambda folder: Image.new(mode, size, value).save(folder / "labels/train/a.png")
+
+
 def corpus(**facts: object) -> Change:
     known = {"classes": 300, "train": {"tokens": 3000, "bytes": 9000}, "val": {"tokens": 3000, "bytes": 9000}}
     return write("corpus.json", json.dumps({**known, **facts}))
@@ -78,6 +86,7 @@ def load(name: str, folder: Path) -> object:
     options = {"tokens": {"size": 4, "classes": 300}, "text": {"size": 16, "root": folder / "a.txt"}, "imagenet": {"size": 16}}
     data = load_dataset(name, **{"root": folder, **options.get(name, {"size": 16})})
     data.train.inputs(torch.arange(1), None)
+    data.train.targets(torch.arange(1), None)
     return f"read {data.train.count}"
 
 
@@ -111,11 +120,17 @@ OTHER = "expected other contents than any other file of the data, got those of"
         ("tokens", tokens("train.bin", np.zeros(5000, "<u2")), r"train\.bin: expected different low bytes .*, got 0 1024 "),
         ("tokens", tokens("val.bin", WORDS[1].byteswap() & 0xFF00), r"val\.bin: expected .*, got 0 1024 times .* or big-endian"),
         ("tokens", tokens("val.bin", WORDS[1].astype("<u4")), "expected files of tokens of one type, got uint16 and uint32"),
-        (
-            "tokens",
-            write("val.bin", np.r_[[20240520, 1, 2], [0] * 253].astype("<i4").tobytes() + bytes(5)),
-            r"2 tokens, .* got 2\.5",
-        ),
+        ("tokens", write("val.bin", header(20240520, 1, 2) + bytes(5)), r"2 tokens, .* got 2\.5"),
+        ("tokens", write("val.bin", bytes(7)), r"val\.bin: expected the header of llm\.c, 1024 bytes, got another magic number"),
+        ("tokens", write("val.bin", header(20240520, 1, 4)[:200]), r"val\.bin: expected the header of llm\.c, .*, got 200 bytes"),
+        ("tokens", write("val.bin", header(20240520, 1, 1) + bytes(2)), r"\*val\*\.bin: expected files with at least 2 .*, got 1"),
+        ("tokens", write("val.bin", header(20240520, 3, 4)), r"val\.bin: expected version 1 of llm\.c's format, got 3"),
+        ("tokens", write("val.bin", header(20240520, 1, 4)), r"val\.bin: expected 4 tokens, as its header says, got 0"),
+        ("tokens", tokens("val_train.bin", WORDS[2]), 'val_train\\.bin: expected a name with "train" or "val", not with both'),
+        ("tokens", tokens("val_test.bin", WORDS[2]), 'val_test\\.bin: expected a name with "val" or "test", not with both'),
+        ("tokens", tokens("train.bin", WORDS[2] + 300), r"train\.bin: expected tokens less than 300 \(data\.classes\), got"),
+        ("tokens", write("corpus.json", "{"), r"corpus\.json: can't be read"),
+        ("tokens", both(corpus(), tokens("train.bin", WORDS[2][:2000])), "expected 3000 tokens, as in corpus.json, got 2000"),
         ("tokens", corpus(vocabulary=5), r"corpus\.json: expected an integer classes, a text vocabulary"),
         ("tokens", corpus(val={"tokens": 3000, "bytes": 900}), r"corpus\.json, val\.bytes: expected at least 1500, got 900"),
         ("tokens", corpus(files={"train.bin": "0"}), r"train\.bin: expected the contents whose hash is in corpus\.json"),
@@ -128,6 +143,12 @@ OTHER = "expected other contents than any other file of the data, got those of"
         ("imagenet", move("train/n00/0.JPEG", "train/n00/0.webp"), r"train: left out 1, such as n00/0\.webp"),
         ("imagenet", pipe("train/n00/0.JPEG"), r"0\.JPEG: expected a file, got a pipe"),
         ("imagenet", link("val", "train"), rf"val/n00/3\.JPEG: {OTHER} train/n00/3\.JPEG"),
+        ("imagenet", move("train", "other"), r"train: can't be read \(No such file .*; data\.root is a folder with train/<class>"),
+        ("imagenet", both(*(move(f"val/n0{i}", f"n0{i}") for i in range(3))), "2 folders of classes, got 0; .*move the validation"),
+        ("segmentation", move("labels/train/a.png", "a.png"), r"train/a\.png: expected a file, which belongs to a\.png, got"),
+        ("segmentation", labels("L", (16, 16), 9), r"a\.png: expected labels from 0 to 1, or 255 for pixels to ignore, got 9"),
+        ("segmentation", labels("L", (9, 8)), r"a\.png: expected labels of 16x16 pixels, the size of a\.png, got 9x8"),
+        ("segmentation", labels("RGB", (16, 16)), r"a\.png: expected labels in one channel of 8 bits \(.*\), got mode RGB"),
         ("segmentation", copy("labels/train/a.png", "labels/train/c.png"), r"c\.png: labels without an image, 1 in all"),
         ("segmentation", SAME_PIXELS, "expected other images in val than in train"),
         ("segmentation", upright("images/train/a.png"), r"a\.png: expected an image without an EXIF orientation"),

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pickle
 import random
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from petra.data.imagenet import MOMENTS, cropped, random_box
 from petra.data.releases import CIFAR10, CIFAR100, IMAGENET32
 from petra.errors import DataError
 from petra.inplace_abn.label_maps import read_image
-from tests.support.fakes import jpeg, md5, pickled, smooth_image, write_image_folders, write_pickle, write_release
+from tests.support.fakes import Evil, jpeg, md5, pickled, smooth_image, write_image_folders, write_pickle, write_release
 
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
 
@@ -109,18 +108,6 @@ def test_training_images_depend_on_seed_and_index_and_half_are_flipped(folders):
     clear = [row[-1] > row[0] for row in crops if abs(row[-1] - row[0]) > 100]
     assert len(clear) > 60
     assert 0.35 < np.mean(clear) < 0.65
-
-
-def test_invalid_folders(tmp_path):
-    def refused(message):
-        with pytest.raises(DataError, match=message):
-            load_dataset("imagenet", root=tmp_path)
-
-    refused(r"train: can't be read \(No such file or directory\); data\.root is a folder with train/<class>")
-    write_image_folders(tmp_path)
-    for folder in (tmp_path / "val").glob("n*"):
-        folder.rename(tmp_path / folder.name)
-    refused(r"val: expected at least 2 folders of classes, got 0; .*move the validation images")
 
 
 @st.composite
@@ -227,14 +214,8 @@ def test_a_file_that_is_missing_or_damaged_is_named_with_instructions(release, t
 
 
 def test_a_pickle_that_would_call_a_function_is_refused(tmp_path, monkeypatch):
-    class Attack:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "trace"),)
-
     write_release(CIFAR10, tmp_path, monkeypatch)
-    write_pickle(CIFAR10, tmp_path, "data_batch_2", pickle.dumps(Attack()), monkeypatch)
-    with pytest.raises(
-        DataError, match=r"data_batch_2: expected a pickle of plain containers and arrays, got one with posix\.mkdir"
-    ):
+    write_pickle(CIFAR10, tmp_path, "data_batch_2", pickle.dumps(Evil(tmp_path / "trace")), monkeypatch)
+    with pytest.raises(DataError, match=r"data_batch_2: expected a pickle of plain containers and arrays, got one with pathlib\."):
         load_dataset("cifar10", root=tmp_path)
     assert not (tmp_path / "trace").exists()

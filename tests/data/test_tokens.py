@@ -1,4 +1,4 @@
-"""Files of tokens: windows against slices of NumPy arrays, and damaged files."""
+"""Files of tokens: windows against slices of NumPy arrays. Damaged files: test_bad_inputs.py."""
 
 import json
 from pathlib import Path
@@ -103,45 +103,6 @@ def test_the_corpus_has_facts_of_each_part(arrays: list[np.ndarray], folder: Pat
         assert data.bytes_per_target == ratio
     refused(rf"data\.classes: expected {CLASSES}, the tokens of .*corpus\.json, got 99", folder, classes=99)
     refused(r"data\.split: expected val or test, got train", folder, split="train")
-
-
-def header(*numbers: int) -> bytes:
-    return np.array([*numbers, *[0] * (256 - len(numbers))], "<i4").tobytes()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (VAL, b"\0" * 7, r"val_000000\.bin: expected the header of llm\.c, 1024 bytes, got another magic number"),
-        (VAL, header(20240520, 1, 4)[:200], r"val_000000\.bin: expected the header of llm\.c, 1024 bytes, got 200 bytes"),
-        (VAL, header(20240520, 1, 1) + b"\0\0", r"\*val\*\.bin: expected files with at least 2 tokens, got 1"),
-        (VAL, header(20240520, 3, 4), r"val_000000\.bin: expected version 1 of llm\.c's format, got 3"),
-        (VAL, header(20240520, 1, 4), r"val_000000\.bin: expected 4 tokens, as its header says, got 0"),
-        ("corpus.json", b"{", r"corpus\.json: can't be read"),
-    ],
-)
-def test_damaged_files(name: str, content: bytes | None, message: str, folder: Path) -> None:
-    (folder / name).unlink(missing_ok=True)
-    if content is not None:
-        (folder / name).write_bytes(content)
-    refused(message, folder)
-
-
-def test_files_of_a_part_are_told_by_their_names(arrays: list[np.ndarray], folder: Path) -> None:
-    for name, parts in (("val_train", '"train" or "val"'), ("val_test", '"val" or "test"')):
-        write_llmc(folder / f"{name}.bin", arrays[0])
-        refused(rf"{name}\.bin: expected a name with {parts}, not with both", folder)
-        (folder / f"{name}.bin").unlink()
-    write_corpus(folder)
-    (folder / "text_train_000000.bin").unlink()
-    refused(r"\*train\*\.bin: expected 65 tokens, as in corpus\.json, got 42", folder)
-
-
-def test_tokens_outside_the_vocabulary_are_refused(arrays: list[np.ndarray], tmp_path: Path) -> None:
-    arrays[3][2] = 299
-    data = load(make_folder(tmp_path, arrays), classes=299)
-    with pytest.raises(PetraError, match=r"text_val_000000\.bin: expected tokens less than 299 \(data\.classes\), got 299"):
-        data.test.inputs(torch.tensor([0]), None)
 
 
 def test_windows_of_an_epoch_have_different_shifts(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
-"""Small files in the formats of real data sets."""
+"""Small files in the formats of real data sets, and a harmful one."""
 
 import hashlib
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ def write_pickle(release: Release, root: Path, name: str, content: bytes, monkey
     path.write_bytes(content)
     monkeypatch.setitem(release.files, name, md5(content))
     return path
+
+
+class Evil:
+    """Object that creates a file when it is unpickled."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.canary,)
 
 
 def md5(content: bytes) -> str:

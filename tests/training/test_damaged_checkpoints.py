@@ -22,22 +22,13 @@ from petra.training.checkpoint import FACTS, MANIFEST, checksum, write_synced
 from petra.training.state import state_of
 from petra.training.weight_files import State
 from tests.data.test_imagenet import damaged
+from tests.support.fakes import Evil
 from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
 
 OLD, NEW = "000000003", "000000006"
 FILES = ("0.pt", FACTS, MANIFEST)
 OBJECTS: list[Any] = [{}, [], None, 3, "text", {"files": {}}, {"files": []}, {"files": {FACTS: 1}}, {"clock": "x", "score": "y"}]
 OBJECTS += [{"clock": 6, "score": [1]}, {"clock": -1, "score": None}, {"clock": 6, "score": None, "trainer": 3}, {"clock": 1e400}]
-
-
-class Evil:
-    """Object that creates a file when it is unpickled."""
-
-    def __init__(self, canary: Path) -> None:
-        self.canary = canary
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return Path.touch, (self.canary,)
 
 
 @dataclass(frozen=True, repr=False)

@@ -34,8 +34,8 @@ from petra.training import (
 )
 from petra.training.weight_files import hash_of
 from tests.structure import ROOT
+from tests.support.fakes import Evil
 from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed, mixed_net
-from tests.training.test_damaged_checkpoints import Evil
 
 
 def test_run_folder_is_new_or_empty(tmp_path: Path) -> None:
