@@ -26,9 +26,9 @@ Gradients = Mapping[nn.Parameter, Tensor]
 class Hook:
     """Base class of observers. Every event does nothing by default.
 
-    Stages, blocks and microbatches ``m`` count from 0; ``block`` is an index into the whole model. Events receive the
-    run's own tensors: clone what you keep, and never write to them. Events are emitted in the thread that runs the stage,
-    with gradients disabled. If an exception ends a run, the ``_end`` events of unfinished work are not emitted.
+    Stages, blocks and microbatches ``m`` count from 0; ``block`` is an index into the whole model. ``x``, ``y``, ``dx``, ``dy`` and
+    the parts of messages are tuples of the run's own tensors (B, ...): clone what you keep, and never write to them. Events come
+    in the stage's thread, with gradients disabled. If an exception ends a run, ``_end`` events of unfinished work are not emitted.
     """
 
     def train_begin(self, start: int, stop: int) -> None:

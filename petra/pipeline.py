@@ -167,9 +167,9 @@ class Pipeline:
         Args:
             data: Source of inputs and targets.
             microbatches: Number of microbatches.
-            on_microbatch: Called on the rank of the first stage with the report of each completed microbatch: a float64 tensor on
-                the device with the number of targets, the summed loss and the summed metrics. With replicas, it is called in each
-                replica, with the report of the replica's share multiplied by the number of replicas.
+            on_microbatch: Called on the rank of the first stage with the report of each completed microbatch: a float64 tensor
+                (2 + metrics,) on the device, with the number of targets, the summed loss and the summed metrics. With replicas,
+                it is called in each replica, with the report of the replica's share multiplied by the number of replicas.
             stop: Polled during the run. Soon after it returns True on any rank, the pipeline drains on all ranks, and
                 :attr:`microbatches_done` is the number of microbatches done. Pass it on every rank or on none.
 
@@ -234,7 +234,7 @@ class Pipeline:
         yield from zip((self.plan.model.blocks[b].name for b in self.plan.stages[j].blocks), self.stages[j].module, strict=True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return parameters and buffers of this rank's blocks, by the same keys as in :class:`petra.model.Chain`."""
+        """Return parameters and buffers of this rank's blocks, with the keys and shapes of :class:`petra.model.Chain`."""
         return {f"{name}.{key}": value for name, block in self.blocks() for key, value in block.state_dict().items()}
 
     def stage_metrics(self) -> dict[str, Any]:

@@ -125,8 +125,8 @@ def exchange_seconds(request: Tensor, answer: Tensor, peer: int, *, sends_first:
     """Exchange messages with ``peer``, one after the other, and return the total time in seconds.
 
     Args:
-        request: Message of the rank that sends first; a buffer of the same form on the other rank.
-        answer: Message that the other rank returns.
+        request: Message of the rank that sends first, of any shape; a buffer of the same form on the other rank.
+        answer: Message that the other rank returns, of any shape.
         sends_first: Whether this rank sends the request.
         repeats: Number of exchanges.
     """

@@ -25,7 +25,7 @@ class GraphMeter:
     """Count the bytes of the tensors that autograd graphs refer to. Only graphs built inside :meth:`counting` are seen.
 
     Args:
-        excluded: Tensors that don't count.
+        excluded: Tensors of any shapes that don't count.
 
     Attributes:
         peak: The largest number of bytes referred to at once.

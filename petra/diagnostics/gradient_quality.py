@@ -159,7 +159,7 @@ class GradientQuality(Hook):
 
 
 def angle(a: Tensor, b: Tensor) -> float:
-    """Return the angle of two vectors in radians. Accurate for small angles, unlike the arc cosine (Kahan 2006, section 12)."""
+    """Return the angle of two vectors (n,) in radians. Accurate for small ones, unlike the arc cosine (Kahan 2006, section 12)."""
     a, b = a / a.norm(), b / b.norm()
     return 2 * math.atan2(float((a - b).norm()), float((a + b).norm()))
 

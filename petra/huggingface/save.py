@@ -27,7 +27,7 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
     Args:
         source: What :func:`petra.huggingface.from_pretrained` was given: a folder, whose tokenizer is copied, or a model, which
             gets the weights.
-        state: Weights of the whole network by ``<block>.<name>`` (:meth:`petra.Pipeline.state_dict` of all processes).
+        state: Weights of the whole network by ``<block>.<name>``, in its shapes (:meth:`petra.Pipeline.state_dict` of all ranks).
         folder: Folder of the new checkpoint, new or empty.
         lora: Rank of the adapters of :func:`petra.huggingface.load.huggingface`, or None.
 

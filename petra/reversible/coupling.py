@@ -31,7 +31,7 @@ class ReversibleBlock(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
-        """Return (y1, y2, *context), differentiable by plain autograd."""
+        """Return (y1, y2, *context) in the shapes of the input, differentiable by plain autograd."""
 
     @abstractmethod
     def inverse(self, y1: Tensor, y2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:

@@ -55,7 +55,7 @@ class Packing:
         self._sent: dict[int, Views] = {}
 
     def buffer(self) -> Tensor:
-        """Return a new, uninitialized buffer."""
+        """Return a new, uninitialized buffer: uint8, of shape (bytes,)."""
         return torch.empty(self.bytes, dtype=torch.uint8, device=self.device)
 
     def pack(self, message: Message) -> Tensor:
