@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.staleness.cells import GRID, MOST_COMPARED, Cell
+from benchmarks.staleness.cells import GRID, IDEA, MOST_COMPARED, Cell
 from benchmarks.staleness.train import Trial, run
 
 UPDATES = 256
@@ -49,19 +49,19 @@ def trials(cell: Cell, data: Path, out: Path) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Train all cells in the order of the grid."""
+    """Train all cells in their order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", type=Path, help="folder of the token files")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     parser.add_argument("--cells", nargs="*", help="names of cells; all by default")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    for number, cell in enumerate(GRID, 1):
+    for number, cell in enumerate((*GRID, *IDEA), 1):
         if options.cells and cell.name not in options.cells:
             continue
         for record in trials(cell, options.tokens, options.out):
             print(
-                f"{number}/{len(GRID)} {cell.name}: rate {record['rate']:g}, warm-up {record['warmup']:g}, "
+                f"{number}/{len(GRID) + len(IDEA)} {cell.name}: rate {record['rate']:g}, warm-up {record['warmup']:g}, "
                 f"{record['updates']} updates, seed {record['seed']}: {record['bits_per_byte']}, {record['seconds']} s",
                 flush=True,
             )

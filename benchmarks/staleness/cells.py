@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
+from examples.remedies.fitted import FittedPrediction
 from petra import METHODS, Method, Model
 from petra.engine.options.remedy import Remedy
 from petra.engine.recipe import OptimizerFactory
@@ -39,7 +40,7 @@ class Cell:
         method: Name of a method in :data:`petra.METHODS`.
         k: Microbatches per update. All cells have the same tokens per update.
         optimizer: Key of :data:`OPTIONS`.
-        remedy: ``none``, ``feedback`` or ``prediction``.
+        remedy: ``none``, ``feedback``, ``prediction``, or ``fitted``, which is ours (``examples/remedies/fitted.py``).
         stages: Number of stages J, a key of :data:`SHAPES`.
         delay: Boundary delay other than the method's own, or None.
         model: ``revgpt``; ``gpt``, the ordinary transformer of equal parameters; or ``gpt_wide``, that of equal compute.
@@ -94,7 +95,7 @@ class Cell:
             return (Feedback(),)
         if self.remedy == "prediction":
             return (WeightPrediction("difference" if self.optimizer == "muon" else "velocity"),)
-        return ()
+        return (FittedPrediction(),) if self.remedy == "fitted" else ()
 
 
 def _grid() -> tuple[Cell, ...]:
@@ -121,5 +122,7 @@ def _grid() -> tuple[Cell, ...]:
 
 GRID = _grid()
 """All cells, in the order in which they run."""
+IDEA = (Cell("petra", 4, "muon", "fitted"), Cell("petra", 8, "muon"), Cell("petra", 8, "muon", "fitted"))
+"""Cells beside the grid: an idea of ours, weight prediction with a fitted gain, and PETRA without it at another staleness."""
 MOST_COMPARED = (Cell("backprop"), Cell("petra", 8))
 """Cells with five seeds instead of three."""

@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from launch.plan import predict_method
 from petra import Model, Numerics, Recipe, TensorSpec
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.event_graph import TransportRules
-from petra.cost_model.machines import Link, Machines
+from petra.cost_model.machines import Connection, Link, Machines
 from petra.cost_model.memory import predict_memory
 from petra.cost_model.zero_bubble import PREDICTED, ZB_H1
 from petra.models import gpt, revgpt
@@ -36,8 +37,18 @@ FLOPS, LATENCY = 60e12, 20e-6
 """Floating-point operations per second of a device at the best size of a microbatch, and seconds until a message's first byte."""
 WIDTH, HEADS, HIDDEN, TOKENS, CLASSES = 4096, 32, 11_008, 2048, 32_000
 """Shape of the decoder, tokens of a window, and tokens of the vocabulary. An update has as many windows as in the benchmark."""
-LINKS = {"1 Gb/s": 0.125e9, "10 Gb/s": 1.25e9, "100 Gb/s": 12.5e9, "NVLink": 450e9}
-"""Bytes per second of a link in one direction."""
+NVLINK = 450e9
+"""Bytes per second of NVLink in one direction, as of the other links."""
+LINKS = {
+    "1 Gb/s": (0.125e9, 1),
+    "10 Gb/s": (1.25e9, 1),
+    "100 Gb/s": (12.5e9, 1),
+    "NVLink": (NVLINK, 1),
+    "NVLink in nodes of 8, 10 Gb/s between": (1.25e9, 8),
+}
+"""Bytes per second between nodes, and devices of a node, within which the links are NVLink."""
+BANDWIDTHS = tuple(0.125e9 * 2 ** (i / 2) for i in range(24))
+"""Equal links at which methods are compared: 1 to 2,896 Gb/s."""
 SMOOTH = 16
 """Updates over which the training loss is averaged."""
 NUMERICS = Numerics(torch.bfloat16, wire="bf16")
@@ -123,13 +134,19 @@ def block_costs(model: str, stages: int, size: int, optimizer: str) -> Sequence[
     return [block.scaled(1 / FLOPS) for block in found]
 
 
-def update_seconds(way: Way, stages: int, bandwidth: float, transport: TransportRules = "edge") -> float:
+def machines_of(stages: int, bandwidth: float, node: int = 1) -> Machines:
+    """Return equal devices, with links of ``bandwidth`` between nodes of ``node`` devices and NVLink within them."""
+    links = [Link(NVLINK if i % node else bandwidth, LATENCY) for i in range(1, stages)]
+    return replace(Machines.equal(stages), connections=tuple(Connection(link, link) for link in links))
+
+
+def update_seconds(way: Way, stages: int, bandwidth: float, node: int = 1, transport: TransportRules = "edge") -> float:
     """Return the seconds of an update, with the fastest of the way's numbers of microbatches.
 
     Messages of the transport ``edge`` travel as soon as they are ready. With ``lockstep``, petra's transport on GPUs, the
     neighbours of a stage wait while it updates its weights.
     """
-    method, machines = PREDICTED[way.schedule], Machines.equal(stages, Link(bandwidth, LATENCY))
+    method, machines = PREDICTED[way.schedule], machines_of(stages, bandwidth, node)
     method = method if way.delay is None else replace(method, delay=way.delay)
 
     def seconds(k: int) -> float:
@@ -139,14 +156,14 @@ def update_seconds(way: Way, stages: int, bandwidth: float, transport: Transport
     return min(map(seconds, way.ks))
 
 
-def replica_seconds(way: Way, stages: int, bandwidth: float) -> float:
+def replica_seconds(way: Way, stages: int, bandwidth: float, node: int) -> float:
     """Return the seconds per update's worth of tokens with :data:`REPLICAS` replicas, whose updates have as many times the tokens.
 
     Each replica computes as without the others. Then, the gradients of a stage are added in float32, over a link of the same speed.
     """
     profiles = decoder(way.model, stages).profile(TensorSpec((1, TOKENS), torch.int64))
     nbytes = 4 * max(profile.parameters for profile in profiles)
-    return (update_seconds(way, stages, bandwidth) + 2 * (REPLICAS - 1) / REPLICAS * nbytes / bandwidth) / REPLICAS
+    return (update_seconds(way, stages, bandwidth, node) + 2 * (REPLICAS - 1) / REPLICAS * nbytes / bandwidth) / REPLICAS
 
 
 def ways(records: Records, stages: int, optimizer: str) -> list[Way]:
@@ -189,13 +206,33 @@ def times(found: Sequence[Way], stages: int, transport: TransportRules = "edge")
     """Return a Markdown table of the hours until the loss that all ways reach, by link."""
     loss = common_loss(found)
     wide = stages == max(STAGES)
-    names = [*LINKS, *(f"{name}, {REPLICAS} replicas" for name in LINKS if wide)]
+    links = {name: link for name, link in LINKS.items() if link[1] < stages}
+    names = [*links, *(f"{name}, {REPLICAS} replicas" for name in links if wide)]
     lines = [f"| J = {stages}, until {loss:.3f} nats per token | updates | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for way in found:
         count = updates_until(way.curve, loss)
-        seconds = [update_seconds(way, stages, bandwidth, transport) for bandwidth in LINKS.values()]
-        seconds += [replica_seconds(way, stages, bandwidth) for bandwidth in LINKS.values() if wide]
+        seconds = [update_seconds(way, stages, *link, transport=transport) for link in links.values()]
+        seconds += [replica_seconds(way, stages, *link) for link in links.values() if wide]
         lines.append(f"| {way.name} | {count} | {' | '.join(f'{count * each / 3600:.3f}' for each in seconds)} |")
+    return "\n".join(lines)
+
+
+def faster(found: Sequence[Way], stages: int) -> str:
+    """Return a Markdown table of the bandwidths at which PETRA reaches the loss that all ways reach before each other way."""
+    loss = common_loss(found)
+    hours = {
+        way.name: [updates_until(way.curve, loss) * update_seconds(way, stages, bandwidth) for bandwidth in BANDWIDTHS]
+        for way in found
+    }
+    lines = ["| faster | than | at Gb/s |", "|---|---|---|"]
+    for own in (way.name for way in found if way.schedule == "petra"):
+        for other in hours:
+            if other.startswith("petra"):
+                continue
+            wins = [mine < theirs for mine, theirs in zip(hours[own], hours[other], strict=True)]
+            runs = [list(run) for won, run in groupby(range(len(wins)), wins.__getitem__) if won]
+            ranges = [f"{BANDWIDTHS[run[0]] * 8e-9:,.3g} to {BANDWIDTHS[run[-1]] * 8e-9:,.4g}" for run in runs]
+            lines.append(f"| {own} | {other} | {'; '.join(ranges) or 'none'} |")
     return "\n".join(lines)
 
 
@@ -220,10 +257,11 @@ def draw_times(records: Records, path: Path) -> None:
 
     panels = {(stages, optimizer): ways(records, stages, optimizer) for stages in STAGES for optimizer in ("adamw", "muon")}
     panels = {panel: found for panel, found in panels.items() if len(found) > len(FLUSHES)}
-    figure = Figure(figsize=(6 * len(panels), 5), layout="constrained")
-    rows = figure.subplots(1, len(panels), squeeze=False)
-    for axes, ((stages, optimizer), found) in zip(rows[0], panels.items(), strict=True):
-        loss, bandwidths = common_loss(found), [0.125e9 * 4**i for i in range(7)]
+    rows = (len(panels) + 1) // 2
+    figure = Figure(figsize=(12, 5 * rows), layout="constrained")
+    places = figure.subplots(rows, 2, squeeze=False).flat
+    for axes, ((stages, optimizer), found) in zip(places, panels.items(), strict=False):
+        loss, bandwidths = common_loss(found), BANDWIDTHS[::3]
         for way in found:
             hours = [updates_until(way.curve, loss) * update_seconds(way, stages, each) / 3600 for each in bandwidths]
             style = ("--" if way.model == "revgpt" else ":") if way.schedule in FLUSHES else "-"
@@ -235,6 +273,8 @@ def draw_times(records: Records, path: Path) -> None:
         )
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize="x-small")
+    for axes in places:
+        axes.remove()
     figure.savefig(path)
 
 
@@ -268,7 +308,7 @@ def main() -> None:
     for stages in STAGES:
         for optimizer in ("adamw", "muon"):
             if found := ways(records, stages, optimizer):
-                print(f"{optimizer}:\n\n{times(found, stages, options.transport)}\n")
+                print(f"{optimizer}:\n\n{times(found, stages, options.transport)}\n\n{faster(found, stages)}\n")
     sizes = memories(16, 16)
     print("| | largest stage, GB | all stages, GB |\n|---|---|---|")
     for name, stages_sizes in sizes.items():

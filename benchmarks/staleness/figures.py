@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.staleness.cells import GRID
+from benchmarks.staleness.cells import GRID, IDEA
 from benchmarks.staleness.train import read
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -29,7 +29,7 @@ def read_all(folder: Path) -> Records:
     for path in sorted(folder.glob("*.json")):
         record = read(path)
         found[record["cell"]].append(record)
-    return {cell.name: found[cell.name] for cell in GRID if cell.name in found}
+    return {cell.name: found[cell.name] for cell in (*GRID, *IDEA) if cell.name in found}
 
 
 def final_runs(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -108,24 +108,29 @@ def search(records: Records) -> str:
 
 
 def draw(records: Records, path: Path) -> None:
-    """Draw the mean loss on the test part against the staleness, a line for each method, optimizer and remedy with 16 stages."""
+    """Draw the mean loss on the test part against the staleness: a panel for each optimizer, a line for each method and remedy."""
     from matplotlib.figure import Figure
 
-    lines: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    panels: dict[str, dict[str, list[tuple[float, float, float]]]] = defaultdict(lambda: defaultdict(list))
     for found in records.values():
         setting, losses = found[0]["setting"], list(final(found).values())
         if losses and setting["stages"] == 16 and setting["model"] == "revgpt":
+            delay = ", d = 1" if "_d1_" in found[0]["cell"] else ""
             remedy = "" if setting["remedy"] == "none" else f", {setting['remedy']}"
             spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-            name = f"{setting['method']}, {setting['optimizer']}{remedy}"
-            lines[name].append((found[0]["staleness"], statistics.fmean(losses), spread))
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="staleness of stage 1 (updates)", ylabel="loss on the test part (bits per byte)")
-    for i, (name, points) in enumerate(sorted(lines.items())):
-        x, y, spread = zip(*sorted(points), strict=True)
-        axes.errorbar(x, y, spread, label=name, marker="os^"[i // 10], capsize=3)  # colours repeat after 10 lines
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize="small", loc="outside right upper")
+            points = panels[setting["optimizer"]][f"{setting['method']}{delay}{remedy}"]
+            points.append((found[0]["staleness"], statistics.fmean(losses), spread))
+    names = sorted({name for lines in panels.values() for name in lines})
+    figure = Figure(figsize=(11, 7), layout="constrained")
+    places = figure.subplots(2, 2, sharex=True, sharey=True)
+    for axes, (optimizer, lines) in zip(places.flat, panels.items(), strict=False):
+        for name, points in lines.items():
+            x, y, spread = zip(*sorted(points), strict=True)
+            i = names.index(name)
+            axes.errorbar(x, y, spread, label=name, color=f"C{i}", marker="os^D"[i % 4], capsize=3)
+        axes.set(title=optimizer, xlabel="staleness of stage 1 (updates)", ylabel="test loss (bits per byte)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="x-small")
     figure.savefig(path)
 
 

@@ -1,9 +1,12 @@
 """Settings, optimizers and state of remedies. ``tests/engine/test_ticks.py`` compares their arithmetic with the equations."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from examples.remedies.fitted import FittedPrediction
 from petra import Pipeline, UpdateRules
 from petra.staleness.feedback import _Extrapolated
 from petra.training.state import load_state, state_of
@@ -55,6 +58,21 @@ test_remedies_that_do_not_fit_the_run_raise = refuses(
         "optim: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, got sgd without momentum",
     ),
 )
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5, -1.0])
+def test_fitted_prediction_has_the_gain_of_geometric_changes(ratio: float) -> None:
+    """Changes that shrink by r each update: the next n are (r + … + r^n) times the last; a negative sum is cut off at 0."""
+    weight, seen = nn.Parameter(torch.zeros(3)), []
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    stage = SimpleNamespace(use_in_forward=lambda predicted: seen.append(predicted[weight] - weight.detach()))
+    FittedPrediction().parts(stage, optimizer, SimpleNamespace(stages=[SimpleNamespace(staleness=3.0)]), 0)
+    changes = [ratio**t * torch.tensor([1.0, -2.0, 0.5]) for t in range(8)]
+    for change in changes:
+        weight.grad = -change
+        optimizer.step()
+    torch.testing.assert_close(seen[-1], max(ratio + ratio**2 + ratio**3, 0) * changes[-1])
+    assert not seen[2].any(), "no gain before there are changes to fit it to"
 
 
 def test_feedback_continues_after_skipped_steps_as_if_they_had_not_been() -> None:

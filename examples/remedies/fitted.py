@@ -1,0 +1,65 @@
+"""Weight prediction with a fitted gain: forward passes use w + g·s·(change of w in the last update).
+
+s is the staleness of the stage in updates. Plain prediction has g = 1: it assumes that the next s changes equal the last one. They
+don't, and less so for Muon, whose updates have a fixed size. Here, each stage fits g to its own run, as the least-squares factor
+between s times a change and the sum of the s changes that came after it:
+
+    g = Σ_t ⟨Δ_(t+1) + … + Δ_(t+n), n·Δ_t⟩ / Σ_t ‖n·Δ_t‖²,    n = s rounded, at least 1
+
+Both sums forget old updates by the factor ``memory``. They are taken over a sample of the weights, so that the history is small.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from petra.engine.options.remedy import Remedy
+from petra.staleness.step import AroundStep
+
+
+@dataclass(frozen=True)
+class FittedPrediction(Remedy):
+    """Predict weights for forward passes with a gain that each stage fits to its own updates."""
+
+    memory: float = 0.95
+    sample: int = 1024
+
+    def parts(self, stage, optimizer, plan, j):
+        staleness = plan.stages[j].staleness
+        return [_Fitted(stage, optimizer, staleness, self)] if staleness else []
+
+
+class _Fitted(AroundStep):
+    uses_change = True
+    kind = "change"
+
+    def __init__(self, stage, optimizer, staleness, settings):
+        super().__init__(optimizer)
+        self.stage, self.staleness, self.settings = stage, staleness, settings
+        self.count = max(1, round(staleness))
+        self.changes = deque(maxlen=self.count + 1)
+        self.numerator = self.denominator = self.gain = 0.0
+
+    def after_step(self, change):
+        self.values = change
+        self.changes.append(torch.cat([self.sampled(each) for each in change]))
+        if len(self.changes) > self.count:
+            first, *later = self.changes
+            predicted = self.count * first
+            self.numerator = self.settings.memory * self.numerator + float(sum(later) @ predicted)
+            self.denominator = self.settings.memory * self.denominator + float(predicted @ predicted)
+            self.gain = min(max(self.numerator / self.denominator, 0.0), 1.0) if self.denominator else 0.0
+        self.refresh()
+
+    def sampled(self, tensor):
+        flat = tensor.flatten()
+        return flat[:: max(1, flat.numel() // self.settings.sample)].float()
+
+    @torch.no_grad()
+    def refresh(self):
+        ahead = self.gain * self.staleness
+        predicted = [p + ahead * step for p, step in zip(self.parameters, self.values, strict=False)]
+        self.stage.use_in_forward(self.by_parameter(predicted))
