@@ -17,7 +17,7 @@ from torch import Tensor
 
 from petra.training import Checkpoints, newest, restore
 from stress.frame import PATIENCE, parser_of
-from tests.engine.test_tensor_parallel import Texts, pipeline
+from tests.engine.test_tensor_parallel import TEXTS, pipeline
 from tests.support.nets import hook
 from tests.support.processes import Ended, start
 
@@ -44,7 +44,7 @@ def train(rank: int, folder: Path, dp: int, victim: int, moment: int) -> Outcome
 
     with made.hooks.attached(hook(backward_end=kill)):
         while made.microbatches_done < LAST:
-            losses[made.microbatches_done] = made.train(Texts(), EVERY).loss
+            losses[made.microbatches_done] = made.train(TEXTS, EVERY).loss
             store.save(made, {})
     return losses, made.state_dict()
 

@@ -32,13 +32,8 @@ class Lost(Exception):
     """The end of a process."""
 
 
-class Ending(RandomSource):
-    """Source of a process that ends when it reads microbatch ``LAST``."""
-
-    def inputs(self, m: int) -> Tensor:
-        if m == LAST:
-            raise Lost
-        return super().inputs(m)
+def lost(x: Tensor) -> None:
+    raise Lost
 
 
 class WithoutLost(RandomSource):
@@ -75,7 +70,7 @@ def in_replicas(rank: int, dp: int, world: int, method: str, k: int, port: int) 
     plan = make_plan(without_norms(), RandomSource(batch=BATCH).spec, method=method, k=k, processes=world, dp=dp, metrics=0)
     recipe = Recipe(sgd, lambda t: 0.1, metrics={})
     pipeline = Pipeline.from_plan(plan, recipe, replicas=ElasticReplicas(plan.layout, torch.device("cpu"), membership))
-    data = (Ending if membership.replica == LOST else RandomSource)(batch=BATCH)
+    data = RandomSource(BATCH, changes={LAST: lost} if membership.replica == LOST else None)
     try:
         result = pipeline.train(data, MICROBATCHES)
     except (Lost, CommunicationError) as error:

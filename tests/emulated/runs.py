@@ -9,25 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import petra.inplace_abn  # noqa: F401 - adds the norms of revnet18
-from petra import Model, Numerics, Pipeline, Runtime, TensorSpec
+from petra import Model, Numerics, Pipeline, Runtime
 from petra.models import MODELS
 from petra.training import OPTIMIZERS
 from tests.emulated import device as emulated
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, RandomTokens, make_pipeline, mixed_net
 
 BATCH = 4
-
-
-class Tokens:
-    """Random microbatches of a language model, which depend on their index only."""
-
-    spec = TensorSpec((BATCH, 12), torch.int64)
-
-    def inputs(self, m: int) -> Tensor:
-        return torch.randint(0, 64, self.spec.shape, generator=torch.Generator().manual_seed(m))
-
-    def targets(self, m: int) -> Tensor:
-        return torch.randint(0, 64, (BATCH * 12,), generator=torch.Generator().manual_seed(1000 + m))
 
 
 def _images(size: int) -> RandomSource:
@@ -41,7 +29,7 @@ NETS: Mapping[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
     "revnet50": (lambda: MODELS["revnet50"](5, width=0.125), lambda: _images(16)),
     "abn": (lambda: MODELS["revnet18"](5, width=0.125, norm="inplace_abn"), lambda: _images(16)),
     "resnet18": (lambda: MODELS["resnet18"](5, width=0.125), lambda: _images(16)),
-    "revgpt": (lambda: MODELS["revgpt"](64, dim=16, depth=3, heads=2, dropout=0.1, size=12), Tokens),
+    "revgpt": (lambda: MODELS["revgpt"](64, dim=16, depth=3, heads=2, dropout=0.1, size=12), lambda: RandomTokens(BATCH, 12, 64)),
     "revvit": (lambda: MODELS["revvit"](5, dim=16, depth=3, heads=2, dropout=0.1, size=16), lambda: _images(16)),
 }
 

@@ -28,11 +28,8 @@ FLAT = TensorSpec((4, 6), torch.float64)
 class Vectors:
     """Random vectors and classes by index."""
 
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        self.dtype = dtype
-
     def inputs(self, m: int) -> Tensor:
-        return torch.randn(4, 6, generator=torch.Generator().manual_seed(m), dtype=torch.float64).to(self.dtype)
+        return torch.randn(4, 6, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
 
     def targets(self, m: int) -> Tensor:
         return torch.randint(3, (4,), generator=torch.Generator().manual_seed(1000 + m))

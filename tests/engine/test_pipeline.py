@@ -6,12 +6,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import METHODS, BlockSpec, DataError, Keep, Method, Model, ModelError, PetraError, Pipeline, Weights
+from petra import METHODS, DataError, Keep, Method, Model, ModelError, PetraError, Weights
 from petra.models import MODELS
 from petra.reversible import Coupling, derive_seed, seeded
 from petra.settings import Numerics, Runtime
 from petra.specs import Streams
-from tests.support.nets import RandomSource, make_pipeline, mixed, mixed_net, sgd, train_plainly
+from tests.support.nets import (
+    RandomSource,
+    Recorder,
+    assert_plain_gradients,
+    double,
+    gradients,
+    make_pipeline,
+    mixed,
+    mixed_net,
+    sgd,
+    train_plainly,
+)
 from tests.support.pairs import all_pairs
 from tests.support.refusals import refuses
 
@@ -27,23 +38,6 @@ def variants() -> dict[str, Method]:
         made[f"flush {keep}"] = Method("x", 1, keep, flush=True)
         made[f"fill {keep}"] = Method("x", 0, keep, flush=True, fill=True)
     return made
-
-
-class Recorder(torch.optim.SGD):
-    """Changes nothing and remembers the gradients of its first step."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module.parameters(), lr=1.0)
-        self.gradients: list[torch.Tensor] = []
-
-    def step(self) -> None:  # type: ignore[override]
-        self.gradients = [p.grad.clone() for p in self.param_groups[0]["params"]]
-
-
-def recorded(pipeline: Pipeline) -> list[Tensor]:
-    """Return the gradients of all stages with parameters."""
-    optimizers = [worker.update.optimizer for worker in pipeline.workers.values()]
-    return [g for optimizer in optimizers if isinstance(optimizer, Recorder) for g in optimizer.gradients]
 
 
 def replayed(chain: nn.Module, m: int, x: Tensor, seed: int) -> Tensor:
@@ -75,8 +69,9 @@ def test_frozen_weights_give_the_plain_gradient(name: str) -> None:
     model, data, k = mixed_net(dropout=0.3), RandomSource(), 7
     pipeline = make_pipeline(model, data.spec, method=variants()[name], k=k, optimizer=Recorder, seed=3)
     pipeline.train(data, k)
-    found, plain = recorded(pipeline), accumulated(k)
-    torch.testing.assert_close(found, [p.grad for p in plain.parameters()], rtol=1e-9, atol=1e-11)
+    plain = accumulated(k)
+    expected = {key: p.grad for key, p in plain.named_parameters()}
+    torch.testing.assert_close(gradients(pipeline), expected, rtol=1e-9, atol=1e-11)
     statistics = dict(plain.named_buffers())
     torch.testing.assert_close({key: pipeline.state_dict()[key] for key in statistics}, statistics, rtol=1e-9, atol=1e-11)
 
@@ -122,16 +117,9 @@ def test_every_kind_of_network_gives_its_plain_gradient(network: str) -> None:
     """Cut down to the first two blocks of each layer: the rest are of the same kinds."""
     model = MODELS[network.split()[0]](classes=5, **NETWORKS[network])
     kept = [b for b in model.blocks if b.name in ("stem", "head") or b.name.endswith(("_0", "_1"))]
-    double = Model(network, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in kept))
-    data = RandomSource(batch=2, size=32)
-    pipeline = make_pipeline(double, data.spec, k=2, optimizer=Recorder, seed=3)
     assert len(kept) > 6, "no blocks between stem and head"
+    pipeline = assert_plain_gradients(double(Model(network, tuple(kept))), RandomSource(batch=2, size=32), 2, rtol=1e-7, atol=1e-9)
     assert ("rev" in network) == any(Keep.NOTHING in stage.keeps for stage in pipeline.plan.stages)
-    pipeline.train(data, 2)
-    plain = double.build(3)
-    for m in range(2):
-        (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / 2).backward()
-    torch.testing.assert_close(recorded(pipeline), [p.grad for p in plain.parameters()], rtol=1e-7, atol=1e-9)
 
 
 def test_what_an_error_left_on_its_way_is_not_trained_on() -> None:

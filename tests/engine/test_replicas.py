@@ -17,8 +17,8 @@ from petra.errors import CommunicationError
 from petra.models import revnet18
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED
-from petra.training import Checkpoints, newest, restore
-from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed_net, sgd
+from petra.training import Checkpoints
+from tests.support.nets import RandomSource, assert_equal, double, make_pipeline, mixed_net, restored, sgd
 from tests.support.processes import run_processes
 from tests.support.refusals import refuses
 
@@ -44,24 +44,14 @@ class Ignoring(RandomSource):
         return super().targets(m).masked_fill(torch.arange(self.batch) >= self.batch - m % 4, IGNORED)
 
 
-class Poisoned(RandomSource):
+def poisoned() -> RandomSource:
     """The last sample of microbatch 6 is NaN."""
-
-    def inputs(self, m: int) -> Tensor:
-        x = super().inputs(m)
-        x[-1] *= float("nan") if m == 6 else 1.0
-        return x
+    return RandomSource(6, changes={6: lambda x: torch.cat([x[:-1], x[-1:] * torch.nan])})
 
 
 def synchronized() -> Model:
     """Return a RevNet in float64 whose statistics are those of all replicas."""
-    model = revnet18(5, 0.0625, norm="inplace_abn_sync", activation="leaky_relu")
-    return Model(model.name, tuple(BlockSpec(block.name, partial(_as_double, block.build)) for block in model.blocks))
-
-
-def _as_double(build: Any) -> nn.Module:
-    module: nn.Module = build().double()
-    return module
+    return double(revnet18(5, 0.0625, norm="inplace_abn_sync", activation="leaky_relu"))
 
 
 @dataclass
@@ -80,8 +70,8 @@ CASES = {
     "clipped globally": Case("1f1b", 3, UpdateRules(clip=0.05, clip_globally=True)),
     "averages": Case("pipedream", 3, UpdateRules(average=0.9)),
     "ignored targets": Case("petra", 3, stream=Ignoring(batch=6)),
-    "skipped": Case("petra", 2, UpdateRules(nonfinite="skip"), Poisoned(batch=6)),
-    "loss scale": Case("petra", 2, UpdateRules(loss_scale="dynamic", nonfinite="skip"), Poisoned(batch=6)),
+    "skipped": Case("petra", 2, UpdateRules(nonfinite="skip"), poisoned()),
+    "loss scale": Case("petra", 2, UpdateRules(loss_scale="dynamic", nonfinite="skip"), poisoned()),
     "synchronized statistics": Case("petra", 2, stream=Ignoring(batch=6), net=synchronized, rtol=1e-7),
 }
 AGAIN = "petra, k = 3"
@@ -172,16 +162,9 @@ def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
     found["uninterrupted"] = whole.state_dict()
     pipeline = make_pipeline(without_norms(), RandomSource(batch=8).spec, method="backprop", optimizer=sgd, dp=2)
     with pytest.raises(CommunicationError if rank == 0 else ZeroDivisionError) as lost:
-        pipeline.train(Ending(batch=8) if rank else RandomSource(batch=8), 9)
+        pipeline.train(RandomSource(8, changes={3: lambda x: 1 // 0} if rank else None), 9)
     found["lost"] = str(lost.value)
     return found
-
-
-class Ending(RandomSource):
-    """Raises an error at microbatch 3."""
-
-    def inputs(self, m: int) -> Tensor:
-        return super().inputs(m // (m < 3))
 
 
 def accumulating(dp: int) -> Pipeline:
@@ -192,9 +175,7 @@ def accumulating(dp: int) -> Pipeline:
 
 def resumed(folder: Path, dp: int) -> dict[str, Tensor]:
     """Return the weights six microbatches after the newest checkpoint."""
-    pipeline, path = accumulating(dp), newest(folder)
-    assert path is not None
-    restore(pipeline, path)
+    pipeline = restored(accumulating(dp), folder)
     pipeline.train(RandomSource(batch=8), 6)
     return pipeline.state_dict()
 

@@ -1,6 +1,5 @@
 """Stages whose linear layers two processes divide, against whole ones."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import ConfigError, Numerics, Pipeline, Recipe, Runtime, TensorSpec, UpdateRules, make_plan
+from petra import Numerics, Pipeline, Recipe, Runtime, TensorSpec, UpdateRules, make_plan
 from petra.engine.options.remedy import Remedy
 from petra.engine.options.tensor_parallel import TensorReplicas
 from petra.errors import PetraError
@@ -20,13 +19,14 @@ from petra.models import gpt, revgpt
 from petra.models.attention import MLP, Attention, LayerOptions
 from petra.plan.layout import make_layout
 from petra.staleness import Correction, Feedback, WeightPrediction
-from petra.training import Checkpoints, newest, restore
+from petra.training import Checkpoints
 from petra.training.optim import OPTIMIZERS
 from petra.training.weight_files import export, load
-from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed_net, sgd
+from tests.support.nets import RandomSource, RandomTokens, assert_equal, make_pipeline, mixed_net, restored, sgd, weights
 from tests.support.processes import run_processes
+from tests.support.refusals import refuses
 
-SPEC = TensorSpec((4, 12), torch.int64)
+TEXTS = RandomTokens(4, 12, 20)
 MODELS: dict[str, Callable[[], Model]] = {
     "gpt": lambda: gpt(20, 32, 2, 4, size=12, kv_heads=2, qk_norm=True, mlp="swiglu", hidden=24, delimiter=0),
     "revgpt": lambda: revgpt(20, 32, 2, 4, size=12),
@@ -53,32 +53,18 @@ SAVED = ("gpt", "divided state")
 """Cases whose runs are saved and continued."""
 
 
-class Texts:
-    """Random tokens, which depend on the index of the microbatch only."""
-
-    def inputs(self, m: int) -> Tensor:
-        return torch.randint(20, SPEC.shape, generator=torch.Generator().manual_seed(m))
-
-    def targets(self, m: int) -> Tensor:
-        return self.inputs(m).roll(-1, 1).flatten()
-
-
 def pipeline(case: str, tp: int, **changes: Any) -> Pipeline:
     settings = {"optimizer": sgd, "learning_rate": lambda t: 0.05, "k": 2, "stages": 2, **CASES[case], **changes}
     if tp == 1:
         settings |= {"dp": 1, "rules": replace(settings.get("rules", UpdateRules()), shard=False)}
-    return make_pipeline(MODELS[settings.pop("model")](), SPEC, **settings, runtime=Runtime(tp=tp))
-
-
-def copied(made: Pipeline) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in made.state_dict().items()}
+    return make_pipeline(MODELS[settings.pop("model")](), TEXTS.spec, **settings, runtime=Runtime(tp=tp))
 
 
 def trained(made: Pipeline, microbatches: int = 7) -> dict[str, Any]:
     """Train, and return what can be compared. Seven microbatches end between two updates."""
-    loss = made.train(Texts(), microbatches).loss
-    evaluated = made.evaluate(Texts(), 2).loss  # with averaged weights, if there are any
-    return {"weights": copied(made), "numbers": {"loss": loss, "evaluated": evaluated, **made.stage_metrics()}}
+    loss = made.train(TEXTS, microbatches).loss
+    evaluated = made.evaluate(TEXTS, 2).loss  # with averaged weights, if there are any
+    return {"weights": weights(made), "numbers": {"loss": loss, "evaluated": evaluated, **made.stage_metrics()}}
 
 
 def train_all(rank: int, tp: int, folder: Path) -> dict[str, Any]:
@@ -94,9 +80,8 @@ def train_all(rank: int, tp: int, folder: Path) -> dict[str, Any]:
 
 
 def resumed(rank: int, case: str, tp: int, folder: Path) -> dict[str, Any]:
-    made = pipeline(case, tp)
-    restore(made, newest(folder))  # type: ignore[arg-type]
-    return {"loaded": copied(made), "continued": trained(made)}
+    made = restored(pipeline(case, tp), folder)
+    return {"loaded": weights(made), "continued": trained(made)}
 
 
 def joint(parts: list[dict[str, Any]], *keys: str) -> dict[str, Tensor]:
@@ -175,22 +160,19 @@ class Mine(Remedy):
     """A remedy of one's own."""
 
 
-def test_settings_that_tensor_parallelism_excludes() -> None:
-    layout = make_layout(MODELS["revgpt"](), SPEC, 2, 4, 1, 2)
-    recipe, device = Recipe(sgd), torch.device("cpu")
-    for arguments, message in (
-        ((Recipe(sgd, remedies=[Mine()]), Runtime(), device, None), "tp: expected 1 with the remedy Mine"),
-        ((recipe, Runtime(compile="eager"), device, None), "compile: expected None with tp > 1, got eager"),
-        ((recipe, Runtime(), device, object()), "tp: expected 1 with replicas that may be lost, got 2"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            TensorReplicas(layout, 0, *arguments)  # type: ignore[arg-type]
-    for options, message in (
-        (LayerOptions(24, heads=3), "tp: expected a divisor of 3, the number of key and value heads, got 2"),
-        (LayerOptions(24, heads=2, dropout=0.1), "model.dropout: expected 0 with tp"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            Attention(options).divisible(2)
-    with pytest.raises(ConfigError, match="tp: expected a divisor of 3, the number of processes of a replica, got 2"):
-        make_plan(MODELS["gpt"](), SPEC, processes=6, dp=2, tp=2)
-    assert [layout.locate(rank) for rank in range(4)] == [(0, 0), (0, 0), (0, 1), (0, 1)]
+LAYOUT, CPU = make_layout(MODELS["revgpt"](), TEXTS.spec, 2, 4, 1, 2), torch.device("cpu")
+
+
+test_settings_that_tensor_parallelism_excludes = refuses(
+    lambda call, *arguments: call(*arguments),
+    (TensorReplicas, LAYOUT, 0, Recipe(sgd, remedies=[Mine()]), Runtime(), CPU, None, "tp: expected 1 with the remedy Mine"),
+    (TensorReplicas, LAYOUT, 0, Recipe(sgd), Runtime(compile="eager"), CPU, None, "compile: expected None with tp > 1, got eager"),
+    (TensorReplicas, LAYOUT, 0, Recipe(sgd), Runtime(), CPU, object(), "tp: expected 1 with replicas that may be lost, got 2"),
+    (Attention(LayerOptions(24, heads=3)).divisible, 2, "tp: expected a divisor of 3, the number of key and value heads, got 2"),
+    (Attention(LayerOptions(24, heads=2, dropout=0.1)).divisible, 2, "model.dropout: expected 0 with tp"),
+    (partial(make_plan, MODELS["gpt"](), TEXTS.spec, processes=6, dp=2, tp=2), "tp: expected a divisor of 3, the number of proc"),
+)
+
+
+def test_processes_of_a_group_have_one_place() -> None:
+    assert [LAYOUT.locate(rank) for rank in range(4)] == [(0, 0), (0, 0), (0, 1), (0, 1)]

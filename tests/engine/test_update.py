@@ -12,7 +12,7 @@ from petra.settings import Numerics
 from tests.support.nets import RandomSource, make_pipeline, mixed, mixed_net, sgd
 from tests.support.refusals import refuses
 
-SMALL = RandomSource(size=2)
+SMALL, BROKEN = RandomSource(size=2), RandomSource(changes={4: lambda x: x * torch.inf})
 
 
 def pipeline(rules: UpdateRules, method: str | Method = "reversible", **settings: object) -> Pipeline:
@@ -164,20 +164,13 @@ def test_the_error_names_the_stage_that_sent_a_non_finite_gradient() -> None:
     assert not error.value.origin
 
 
-class Broken(RandomSource):
-    """Data whose microbatch 4 is infinite."""
-
-    def inputs(self, m: int) -> Tensor:
-        return super().inputs(m) * (float("inf") if m == 4 else 1)
-
-
 def test_draining_inside_an_accumulation_finds_non_finite_gradients() -> None:
     """The check runs before a checkpoint could be written, although the update follows only after microbatch 6."""
     run = pipeline(UpdateRules(), "petra", k=3)
-    run.train(Broken(), 4)
+    run.train(BROKEN, 4)
     message = r"stage \d: non-finite gradient in the accumulation that began after microbatch 3"
     with pytest.raises(NumericsError, match=message):
-        run.train(Broken(), 1)
+        run.train(BROKEN, 1)
 
 
 def test_non_finite_statistics_and_losses_raise() -> None:
@@ -193,7 +186,7 @@ def test_non_finite_statistics_and_losses_raise() -> None:
 
 def test_skipped_updates_restore_running_statistics() -> None:
     run = pipeline(UpdateRules(nonfinite="skip"), "petra", k=2)
-    run.train(Broken(), 8)
+    run.train(BROKEN, 8)
     assert all(value.isfinite().all() for value in run.state_dict().values())
     numbers = run.stage_metrics()
     assert numbers["stage/1/skipped_updates"] == 1

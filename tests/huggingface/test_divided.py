@@ -7,35 +7,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from petra import Pipeline, Recipe, Runtime, TensorSpec
+from petra import Pipeline, Recipe, Runtime
 from petra.errors import PetraError
 from petra.huggingface import from_pretrained
 from petra.huggingface.load import adapted
-from tests.huggingface.models import LENGTH, batch_of, tiny
-from tests.support.nets import assert_equal, sgd
+from tests.huggingface.models import LENGTH, VOCABULARY, tiny
+from tests.support.nets import RandomTokens, assert_equal, sgd
 from tests.support.processes import run_processes
 from tests.support.refusals import refuses
 
 NAMES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM")
-SPEC = TensorSpec((3, LENGTH), torch.int64)
-
-
-class Batches:
-    """Microbatches of random tokens."""
-
-    def inputs(self, m: int) -> Tensor:
-        return batch_of("Llama", m)[0]["input_ids"]
-
-    def targets(self, m: int) -> Tensor:
-        return batch_of("Llama", m)[1]
+TOKENS = RandomTokens(3, LENGTH, VOCABULARY)
 
 
 def trained(rank: int, tp: int) -> dict[str, dict[str, Tensor]]:
     found = {}
     for name in NAMES:
         model = from_pretrained(tiny(name, torch.float32))
-        pipeline = Pipeline(model, SPEC, Recipe(lambda module: sgd(module, 0.01)), k=2, stages=1, runtime=Runtime(tp=tp))
-        pipeline.train(Batches(), 8)
+        pipeline = Pipeline(model, TOKENS.spec, Recipe(lambda module: sgd(module, 0.01)), k=2, stages=1, runtime=Runtime(tp=tp))
+        pipeline.train(TOKENS, 8)
         found[name] = pipeline.state_dict()
     return found
 

@@ -1,13 +1,14 @@
 """Blocks of a model of ``transformers`` compute what the model computes."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from petra import Pipeline, TensorSpec
-from tests.support.nets import make_pipeline
+from petra import TensorSpec
+from tests.support.nets import Recorder, gradients, make_pipeline
 from tests.support.pairs import all_pairs
 
 pytest.importorskip("transformers")
@@ -18,35 +19,18 @@ from petra.huggingface import FIELDS, from_pretrained, stack
 from tests.huggingface.models import LENGTH, SETTINGS, batch_of, reference, tiny, with_context
 
 
-class Keeping(torch.optim.SGD):
-    """Optimizer that keeps the gradients of its last step, and changes no weight."""
-
-    def step(self, closure: Any = None) -> None:
-        self.found = {p: p.grad.clone() for group in self.param_groups for p in group["params"] if p.grad is not None}
-
-
-class Batch:
-    """One microbatch."""
-
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
-        self.inputs, self.targets = lambda m: inputs, lambda m: targets
-
-
-def gradients(pipeline: Pipeline) -> dict[str, Tensor]:
-    """Return the gradients of the last update by the names of the parameters."""
-    optimizers = [worker.update.optimizer for worker in pipeline.workers.values()]
-    found = {p: g for optimizer in optimizers if optimizer is not None for p, g in optimizer.found.items()}
-    named = [(f"{name}.{key}", p) for name, block in pipeline.blocks() for key, p in block.named_parameters()]
-    return {key: found[p] for key, p in named if p in found}
+def source(inputs: Tensor, targets: Tensor) -> Any:
+    """Return a data source of one microbatch."""
+    return SimpleNamespace(inputs=lambda m: inputs, targets=lambda m: targets)
 
 
 def trained(model: Any, inputs: Tensor, targets: Tensor, method: str, **settings: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return logits, loss and gradients of one microbatch in a pipeline of one block per stage."""
     converted = from_pretrained(model, **settings)
     spec = TensorSpec(tuple(inputs.shape), inputs.dtype)
-    pipeline = make_pipeline(converted, spec, optimizer=lambda m: Keeping(m.parameters(), lr=0.0), method=method)
+    pipeline = make_pipeline(converted, spec, optimizer=Recorder, method=method)
     logits = converted.build(0)(inputs).detach()
-    loss = pipeline.train(Batch(inputs, targets), 1).loss
+    loss = pipeline.train(source(inputs, targets), 1).loss
     return logits, torch.tensor(loss, dtype=logits.dtype), gradients(pipeline)
 
 
@@ -91,7 +75,7 @@ def test_adapters_train_with_no_gradient_and_no_state_of_frozen_weights() -> Non
     assert [boundary.backward_bytes > 0 for boundary in pipeline.plan.boundaries] == [False, True, True]  # none to the embedding
     before = {key: value.clone() for key, value in pipeline.state_dict().items()}
     inputs, targets = batch_of("LlamaForCausalLM", 3)
-    pipeline.train(Batch(inputs["input_ids"], targets), 4)
+    pipeline.train(source(inputs["input_ids"], targets), 4)
     changed = {key for key, value in pipeline.state_dict().items() if not torch.equal(value, before[key])}
     assert changed == {key for key in before if "lora_" in key}
     parameters = [p for _, block in pipeline.blocks() for p in block.parameters()]

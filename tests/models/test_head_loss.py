@@ -8,12 +8,12 @@ from torch.nn import functional as F
 from petra import BlockSpec, ConfigError, Losses, Model, ModelError, TensorSpec
 from petra.models import gpt, revgpt
 from petra.models.head_loss import LinearCrossEntropy, without_logits
-from tests.models.test_language import BATCH, CLASSES, LENGTH, Texts, double
-from tests.support.nets import make_pipeline, sgd
+from tests.models.test_language import BATCH, CLASSES, LENGTH
+from tests.support.nets import RandomTokens, double, make_pipeline, sgd
 
 
-class SomeTargets(Texts):
-    """Texts, every third of whose targets does not count."""
+class SomeTargets(RandomTokens):
+    """Tokens, every third of whose targets does not count."""
 
     def targets(self, m: int) -> Tensor:
         targets = super().targets(m).clone()
@@ -48,13 +48,13 @@ def test_a_model_without_logits_trains_to_the_same_weights(build, settings: dict
     """Over several stages, with stored graphs and older weights, label smoothing in training only."""
     method = settings.pop("method")
     model = double(build(classes=CLASSES, dim=12, depth=2, heads=2, size=LENGTH, **settings))
-    results = []
+    results, data = [], SomeTargets(BATCH, LENGTH, 5)
     for own, loss in (
         (model, Losses(lambda y, t: F.cross_entropy(y, t, label_smoothing=0.1), F.cross_entropy)),
         (without_logits(model), Losses(LinearCrossEntropy(0.1, rows=5), LinearCrossEntropy())),
     ):
-        pipeline = make_pipeline(own, Texts.spec, method=method, k=2, stages=3, optimizer=sgd, loss=loss, metrics={})
-        found = [pipeline.train(SomeTargets(), 6).loss, pipeline.evaluate(SomeTargets(), 2).loss]
+        pipeline = make_pipeline(own, data.spec, method=method, k=2, stages=3, optimizer=sgd, loss=loss, metrics={})
+        found = [pipeline.train(data, 6).loss, pipeline.evaluate(data, 2).loss]
         results.append((found, pipeline.state_dict()))
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-12)
 

@@ -5,39 +5,19 @@ from itertools import islice, product
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from petra import METHODS, BlockSpec, ConfigError, Model, ModelError, TensorSpec
+from petra import METHODS, ConfigError, Model, ModelError, TensorSpec
 from petra.models import gpt, revgpt, revvit
 from petra.models.attention import MLP, Attention, LayerOptions
 from petra.models.generation import Sampling, generate
 from petra.models.language import COUPLINGS, POSITIONS
-from petra.reversible import derive_seed
-from tests.support.nets import RandomSource, make_pipeline
+from tests.support.nets import RandomSource, RandomTokens, assert_plain_gradients, double
 from tests.support.refusals import refuses
 
 CLASSES, LENGTH, BATCH, DIM = 11, 12, 3, 24
+TEXTS = RandomTokens(BATCH, LENGTH, 5)
+"""Token 0 begins a document."""
 MODERN = {"mlp": "swiglu", "norm": "rmsnorm", "bias": False, "positions": "rotary", "qk_norm": True, "kv_heads": 2}
-
-
-class Texts:
-    """Data source of random tokens, in which token 0 begins a document. Each target is the next token."""
-
-    spec = TensorSpec((BATCH, LENGTH), torch.int64)
-
-    def _tokens(self, m: int) -> Tensor:
-        generator = torch.Generator().manual_seed(derive_seed(5, m))
-        return torch.randint(CLASSES, (BATCH, LENGTH + 1), generator=generator) % 5
-
-    def inputs(self, m: int) -> Tensor:
-        return self._tokens(m)[:, :-1]
-
-    def targets(self, m: int) -> Tensor:
-        return self._tokens(m)[:, 1:].flatten()
-
-
-def double(model: Model) -> Model:
-    return Model(model.name, tuple(BlockSpec(b.name, lambda build=b.build: build().double()) for b in model.blocks))
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -142,7 +122,7 @@ def test_mlps_equal_their_formulas() -> None:
 def test_midpoint_and_leapfrog_are_the_recurrences_of_their_paper() -> None:
     """x_(j+1) = x_(j-1) + 2h f(x_j), and x_(j+1) = 2 x_j - x_(j-1) + h^2 f(x_j)."""
     shape = {"classes": CLASSES, "dim": 8, "depth": 3, "heads": 2, "size": LENGTH}
-    tokens, h = Texts().inputs(0), 0.4
+    tokens, h = TEXTS.inputs(0), 0.4
     plain = double(gpt(**shape)).build(2)
     f = [block.f for name, block in plain.named_children() if name.startswith("layer")]
     for coupling, after in (
@@ -240,20 +220,8 @@ METHOD_OF = {
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name, methods in METHOD_OF.items() for method in methods])
 def test_frozen_weights_give_the_plain_gradient(name: str, method: str) -> None:
-    model, never, k = double(NETS[name]), 100, 3
-    data = RandomSource(BATCH, 8, CLASSES) if name == "revvit" else Texts()
-    pipeline = make_pipeline(
-        model, data.spec, method=method, k=never, optimizer=lambda m: torch.optim.SGD(m.parameters(), 0.0), seed=3
-    )
-    pipeline.train(data, k)
-    plain = model.build(3)
-    for m in range(k):
-        F.cross_entropy(plain(data.inputs(m)), data.targets(m)).backward()
-    expected = dict(plain.named_parameters())
-    for j, stage in pipeline.stages.items():
-        for b, block in zip(pipeline.plan.layout.stages[j], stage.module, strict=True):
-            for key, p in block.named_parameters():
-                torch.testing.assert_close(p.grad * never, expected[f"{model.blocks[b].name}.{key}"].grad, rtol=1e-9, atol=1e-12)
+    data = RandomSource(BATCH, 8, CLASSES) if name == "revvit" else TEXTS
+    assert_plain_gradients(double(NETS[name]), data, 5, method=method)
 
 
 test_invalid_options = refuses(

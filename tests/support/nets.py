@@ -1,8 +1,9 @@
 """Small networks and data for tests, with every kind of block."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from petra.engine.endpoints import DataSource
 from petra.hooks import Hook
 from petra.models.layers import StridedPointwise
 from petra.reversible import Coupling, TwoFunctionCoupling, derive_seed
+from petra.training import newest, restore
 
 
 def branch(channels: int, dropout: float = 0.0) -> nn.Module:
@@ -72,6 +74,11 @@ def mixed_net(channels: int = 4, dropout: float = 0.0, dtype: torch.dtype = torc
     return Model("mixed", tuple(BlockSpec(name, partial(_converted, build, dtype)) for name, build in builds.items()))
 
 
+def double(model: Model) -> Model:
+    """Return a model in float64."""
+    return Model(model.name, tuple(BlockSpec(b.name, partial(_converted, b.build, torch.float64)) for b in model.blocks))
+
+
 def _made(kind: Callable[..., nn.Module], *functions: Callable[[], nn.Module]) -> nn.Module:
     return kind(*(function() for function in functions))
 
@@ -81,14 +88,22 @@ def _converted(build: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
 
 
 class RandomSource:
-    """Random microbatches, which depend on their index only."""
+    """Random microbatches, which depend on their index only. The inputs of some go through a function of ``changes``."""
 
-    def __init__(self, batch: int = 4, size: int = 8, classes: int = 5, dtype: torch.dtype = torch.float64) -> None:
-        self.batch, self.size, self.classes, self.dtype = batch, size, classes, dtype
+    def __init__(
+        self,
+        batch: int = 4,
+        size: int = 8,
+        classes: int = 5,
+        dtype: torch.dtype = torch.float64,
+        changes: Mapping[int, Callable[[Tensor], Any]] | None = None,
+    ) -> None:
+        self.batch, self.size, self.classes, self.dtype, self.changes = batch, size, classes, dtype, changes or {}
         self.spec = TensorSpec((batch, 3, size, size), dtype)
 
     def inputs(self, m: int) -> Tensor:
-        return torch.randn(self.spec.shape, generator=self._generator(m, 0), dtype=self.dtype)
+        x = torch.randn(self.spec.shape, generator=self._generator(m, 0), dtype=self.dtype)
+        return self.changes[m](x) if m in self.changes else x
 
     def refetch(self, m: int) -> Tensor:
         return self.inputs(m)
@@ -99,6 +114,23 @@ class RandomSource:
     @staticmethod
     def _generator(m: int, kind: int) -> torch.Generator:
         return torch.Generator().manual_seed(derive_seed(99, kind, m))
+
+
+class RandomTokens:
+    """Random rows of tokens, which depend on the index of the microbatch only. Each target is the next token."""
+
+    def __init__(self, batch: int, size: int, classes: int) -> None:
+        self.classes, self.spec = classes, TensorSpec((batch, size), torch.int64)
+
+    def inputs(self, m: int) -> Tensor:
+        return self._rows(m)[:, :-1]
+
+    def targets(self, m: int) -> Tensor:
+        return self._rows(m)[:, 1:].flatten()
+
+    def _rows(self, m: int) -> Tensor:
+        batch, size = self.spec.shape
+        return torch.randint(self.classes, (batch, size + 1), generator=torch.Generator().manual_seed(derive_seed(5, m)))
 
 
 def sgd(module: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
@@ -122,6 +154,38 @@ def train_plainly(
     return losses
 
 
+class Recorder(torch.optim.SGD):
+    """Changes nothing and remembers the gradients of its last step."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module.parameters(), lr=1.0)
+        self.found: dict[Tensor, Tensor] = {}
+
+    def step(self) -> None:  # type: ignore[override]
+        self.found = {p: p.grad.clone() for p in self.param_groups[0]["params"] if p.grad is not None}
+
+
+def gradients(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Return the gradients of the last update of a pipeline with :class:`Recorder`, by the names of the parameters."""
+    optimizers = [worker.update.optimizer for worker in pipeline.workers.values()]
+    found = {p: g for optimizer in optimizers if isinstance(optimizer, Recorder) for p, g in optimizer.found.items()}
+    named = [(f"{name}.{key}", p) for name, block in pipeline.blocks() for key, p in block.named_parameters()]
+    return {key: found[p] for key, p in named if p in found}
+
+
+def assert_plain_gradients(
+    model: Model, data: Any, k: int, *, rtol: float = 1e-9, atol: float = 1e-12, **settings: Any
+) -> Pipeline:
+    """Assert that the first update of a pipeline has the gradients of plain autograd, their mean over ``k`` microbatches."""
+    pipeline, plain = make_pipeline(model, data.spec, k=k, optimizer=Recorder, seed=3, **settings), model.build(3)
+    pipeline.train(data, k)
+    for m in range(k):
+        (F.cross_entropy(plain(data.inputs(m)), data.targets(m)) / k).backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    torch.testing.assert_close(gradients(pipeline), expected, rtol=rtol, atol=atol)
+    return pipeline
+
+
 def mixed(dropout: float = 0.0, **settings: Any) -> Pipeline:
     """Return a pipeline that trains :func:`mixed_net` on :class:`RandomSource`."""
     return make_pipeline(mixed_net(dropout=dropout), RandomSource().spec, **{"optimizer": sgd, **settings})
@@ -131,6 +195,19 @@ def hook(**events: Callable[..., None]) -> Hook:
     """Return a hook that calls a function at each of some events."""
     made: Hook = type("Functions", (Hook,), {name: staticmethod(function) for name, function in events.items()})()
     return made
+
+
+def weights(pipeline: Pipeline) -> dict[str, Tensor]:
+    """Return copies of the parameters and buffers of a pipeline."""
+    return {key: value.clone() for key, value in pipeline.state_dict().items()}
+
+
+def restored(pipeline: Pipeline, folder: Path) -> Pipeline:
+    """Return a pipeline with the state of the newest checkpoint in a folder."""
+    path = newest(folder)
+    assert path is not None
+    restore(pipeline, path)
+    return pipeline
 
 
 def assert_equal(found: Any, expected: Any) -> None:

@@ -18,7 +18,7 @@ from petra.settings import Numerics
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from petra.training.weight_files import read_tensors
-from tests.support.nets import RandomSource, assert_equal, mixed
+from tests.support.nets import RandomSource, assert_equal, mixed, weights
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
@@ -40,10 +40,6 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
 
 def build(**settings: Any) -> Pipeline:
     return mixed(0.2, **{"k": 5, "optimizer": sgd, "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings})
-
-
-def weights(pipeline: Pipeline) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in pipeline.state_dict().items()}
 
 
 @pytest.mark.parametrize(("case", "background"), [*zip(CASES, cycle([True, False]), strict=False)])

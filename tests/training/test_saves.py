@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn, serialization
 
 from petra import BlockSpec, Model, PetraError, Pipeline
-from petra.training import Checkpoints, newest, records, restore, sgd
+from petra.training import Checkpoints, records, sgd
 from petra.training import checkpoint as protocol
-from tests.support.nets import RandomSource, assert_equal, make_pipeline
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, restored, weights
 from tests.support.processes import context
 
 DATA = RandomSource(size=2, dtype=torch.float32)
@@ -27,18 +27,6 @@ DATA = RandomSource(size=2, dtype=torch.float32)
 def small() -> Pipeline:
     linear = Model("small", (BlockSpec("a", nn.Flatten), BlockSpec("b", lambda: nn.Linear(12, 5))))
     return make_pipeline(linear, DATA.spec, optimizer=sgd, learning_rate=lambda t: 0.1)
-
-
-def weights(pipeline: Pipeline) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in pipeline.state_dict().items()}
-
-
-def restored(folder: Path) -> Pipeline:
-    """Return a pipeline with the state of the newest checkpoint."""
-    pipeline, path = small(), newest(folder)
-    assert path is not None
-    restore(pipeline, path)
-    return pipeline
 
 
 def trace(steps: list[str], last: int | None) -> None:
@@ -102,7 +90,7 @@ def die_everywhere(folder: Path, background: bool) -> None:
     found = set()
     for index in sorted({*first.values(), *last.values()})[:: 4 if background else 2]:
         assert attempt(index) == 9, steps[index]
-        again = restored(work)
+        again = restored(small(), work)
         assert_equal(weights(again), expected[again.microbatches_done])
         found.add(again.microbatches_done)
         again.train(DATA, 2 - again.microbatches_done)
@@ -155,8 +143,8 @@ def test_a_full_disk_leaves_checkpoints_intact(background: bool, disk: Path) -> 
     with pytest.raises(PetraError, match=message):
         save()
     assert_equal(weights(pipeline), trained)
-    assert_equal(weights(restored(disk / "c")), before)
+    assert_equal(weights(restored(small(), disk / "c")), before)
     (disk / "filler").unlink()
     save()
-    assert_equal(weights(restored(disk / "c")), trained)
+    assert_equal(weights(restored(small(), disk / "c")), trained)
     assert {p.name for p in (disk / "c").iterdir()} == {"000000002"}
