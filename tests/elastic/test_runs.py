@@ -44,6 +44,8 @@ test_settings_that_do_not_fit_are_refused = refuses(
     ("dp=1", "cluster.elastic: expected false without replicas (dp > 1), got true"),
     ("checkpoint.every=null", "checkpoint.every: expected an integer >= 1 with cluster.elastic=true, got null"),
     ("resume=null", "cluster.elastic: expected false without run_dir and resume=auto, got true"),
+    ("optim.shard=true", "optim.shard: expected false with cluster.elastic=true, got true"),
+    ("optim.weights=bf16", "optim.weights: expected float32 with cluster.elastic=true, got bf16"),
 )
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from launch.runtime.rank import Process
 from petra import ConfigError, Numerics, Pipeline, UpdateRules
 from petra.cost_model.stage_memory import count_stage
 from petra.diagnostics.activation_memory import rounded
@@ -17,7 +16,6 @@ from petra.staleness import Discount, WeightPrediction
 from petra.training import Checkpoints, newest, restore
 from petra.training.optim import OPTIMIZERS
 from petra.training.state import load_state, state_of
-from tests.support.commands import TINY, planned
 from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed_net, sgd
 from tests.support.processes import run_processes
 
@@ -137,7 +135,6 @@ def test_what_needs_float32_weights_is_refused() -> None:
         settings = {"optimizer": OPTIMIZERS["adamw"], "learning_rate": lambda t: 0.1, "numerics": BF16, **settings}
         return make_pipeline(mixed_net(dtype=torch.float32), STREAM.spec, rules=UpdateRules(weights="bf16"), **settings)
 
-    elastic = ["dp=2", "cluster.elastic=true", "checkpoint.every=1", "resume=auto", "run_dir=unused", "optim.weights=bf16"]
     common = {"optimizer": sgd, "numerics": BF16, "rules": UpdateRules(weights="bf16")}
     made(remedies=[Discount(4)])
     for message, call in {
@@ -146,7 +143,6 @@ def test_what_needs_float32_weights_is_refused() -> None:
         "with optim.average=0.9": lambda: pipeline(average=0.9),
         "with the remedy WeightPrediction": lambda: made(remedies=[WeightPrediction("difference")]),
         "with Own, which trains other weights": lambda: made(optimizer=lambda module: Own(module.parameters())),
-        "with cluster.elastic=true": lambda: planned(*TINY, *elastic, place=Process(rank=0, world=2, local_rank=0, local_world=2)),
     }.items():
         with pytest.raises(ConfigError, match=re.escape(f"optim.weights: expected float32 {message}")):
             call()

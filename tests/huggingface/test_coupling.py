@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from petra.huggingface import Momentum, from_pretrained, save_pretrained
 from tests.huggingface.models import LENGTH, batch_of, tiny
 from tests.huggingface.test_load import Padded
+from tests.support.refusals import refuses
 
 NAME = "LlamaForCausalLM"
 
@@ -60,14 +61,14 @@ def test_nothing_is_stored_and_gradients_are_exact_in_bf16(tmp_path: Path) -> No
     torch.testing.assert_close(written["model.layers.2.mlp.up_proj.weight"], states[0]["layer2.f.layer.mlp.up_proj.weight"])
 
 
-def test_what_does_not_fit_is_one_clear_error() -> None:
-    with pytest.raises(
-        ModelError, match=r"^coupling: expected backward passes with the weights of the forward .*, got an input that"
-    ):
-        pipeline_of(tiny(NAME, torch.float32, num_hidden_layers=4), "petra").train(Padded(), 8)
-    with pytest.raises(ConfigError, match=r"^coupling\.layers: expected at most 2, those of the model, got 3$"):
-        pipeline_of(tiny(NAME), "reversible")
-    with pytest.raises(ConfigError, match=r"^coupling\.gamma: expected a power of two below 1, such as 0\.25, got 0\.3$"):
-        Momentum(gamma=0.3)
-    with pytest.raises(ConfigError, match=r"^coupling\.layers: expected 1 to 12 with gamma=0\.25, got 13$"):
-        Momentum(13)
+test_what_does_not_fit_is_one_clear_error = refuses(
+    lambda call, *arguments: call(*arguments),
+    (
+        lambda: pipeline_of(tiny(NAME, torch.float32, num_hidden_layers=4), "petra").train(Padded(), 8),
+        r"^coupling: expected backward passes with the weights of the forward .*, got an input that",
+    ),
+    (lambda: pipeline_of(tiny(NAME), "reversible"), r"^coupling\.layers: expected at most 2, those of the model, got 3$"),
+    (Momentum, 3, 0.3, r"^coupling\.gamma: expected a power of two below 1, such as 0\.25, got 0\.3$"),
+    (Momentum, 13, r"^coupling\.layers: expected 1 to 12 with gamma=0\.25, got 13$"),
+    kind=(ConfigError, ModelError),
+)

@@ -103,23 +103,22 @@ test_invalid_values = refuses(
 )
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("k=[1", "command line: expected an override in Hydra's syntax, got k=[1 (no viable alternative at input '[1')"),
-        ("k=${missing}", "k: Interpolation key 'missing' not found"),
-        ("k=1,2", "k=1,2: several values; add --multirun to train with each, or quote a value that contains commas: "),
-        ("run_dir=ä ✓", "run_dir: expected a value in Hydra's syntax; quote it twice in the shell: \"run_dir='ä ✓'\", got ä ✓"),
-        ("trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
-        ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
-        ("modle=revnet18", "modle: no such key; did you mean model?"),
-    ],
-)
-def test_errors_of_hydra_are_one_line(override: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["launch.train", override])
-    with pytest.raises(ConfigError) as raised:
+def read(override: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["launch.train", override])
         command_line_configs()
-    assert str(raised.value).startswith(message)
+
+
+test_errors_of_hydra_are_one_line = refuses(
+    read,
+    ("k=[1", "command line: expected an override in Hydra's syntax, got k=[1 (no viable alternative at input '[1')"),
+    ("k=${missing}", "k: Interpolation key 'missing' not found"),
+    ("k=1,2", "k=1,2: several values; add --multirun to train with each, or quote a value that contains commas: "),
+    ("run_dir=ä ✓", "run_dir: expected a value in Hydra's syntax; quote it twice in the shell: \"run_dir='ä ✓'\", got ä ✓"),
+    ("trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
+    ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
+    ("modle=revnet18", "modle: no such key; did you mean model?"),
+)
 
 
 def test_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:

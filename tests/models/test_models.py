@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from functools import partial
 from inspect import signature
 
 import pytest
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from petra import BlockSpec, Model, ModelError, TensorSpec
+import petra.inplace_abn  # noqa: F401 (adds models)
+from petra import BlockSpec, ConfigError, Model, ModelError, TensorSpec
 from petra.models import MODELS, layers
 from petra.reversible import ReversibleBlock
 from petra.specs import as_streams
 from tests.structure import ROOT
-from tests.support.nets import RandomSource, make_pipeline, mixed_net
+from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd, train_plainly
 from tests.support.refusals import refuses
 
 SMALL = 1 / 8
@@ -49,10 +51,17 @@ SECOND_SHORTCUTS = sum(a * b + 2 * b for a, b in ((64, 256), (256, 512), (512, 1
         ("revnet164", 32, 29, 24, 1_748_778, 1.75),
         ("revnet104", 64, 19, 13, 45_428_072, 45.43),
         ("revnet602", 64, 102, 96, 230_880_616, 230.88),
+        # torchvision's 64x4d and 32x8d, timm's 32x4d, and WideResNet-38 of the InPlace-ABN authors' code
+        ("resnext101 cardinality", 64, 35, 0, 83_455_272, 83.46),
+        ("resnext101 base_width", 64, 35, 0, 88_791_336, 88.79),
+        ("resnext152", 64, 52, 0, 59_951_400, 59.95),
+        ("wide_resnet38", 64, 19, 0, 109_167_912, 109.17),
     ],
 )
 def test_sizes(name, pixels, blocks, reversible, parameters, millions):
+    name, *changed = name.split()
     options = {"stem": "imagenet"} if "stem" in signature(MODELS[name]).parameters and pixels > 32 else {}
+    options |= {key: {"cardinality": 64, "base_width": 8}[key] for key in changed}
     profile = MODELS[name](1000 if pixels > 32 else 10, **options).profile(TensorSpec((1, 3, pixels, pixels), torch.float32))
     assert (len(profile), sum(block.reversible for block in profile)) == (blocks, reversible)
     assert sum(block.parameters for block in profile) == parameters
@@ -122,13 +131,6 @@ def test_initial_weights(name):
     assert torch.cat(scaled).std().item() == pytest.approx(1, rel=0.01)
 
 
-test_invalid_arguments = refuses(
-    lambda name, arguments: MODELS[name](**arguments),
-    ("resnet18", {"width": 0.3}, "expected a positive multiple of 1/64, got 0.3, which makes 19.2 channels in a layer"),
-    ("revnet38", {"width": 1 / 16}, "expected a positive multiple of 1/8, got 0.0625, which makes 3.5 channels in a layer"),
-)
-
-
 PROGRAM = """
 import torch
 from petra.models.layers import conv
@@ -161,30 +163,14 @@ def test_gradients_of_narrow_strided_convolutions() -> None:
 def test_a_model_of_existing_modules_trains_copies_of_them() -> None:
     modules = dict(mixed_net().build(5).named_children())
     before = {key: value.clone() for key, value in nn.ModuleDict(modules).state_dict().items()}
-    model, data = Model.of("mine", modules), RandomSource()
-    profile = model.profile(data.spec)
-    assert [block.reversible for block in profile] == [False, True, False, True, True, False]
-    pipeline = make_pipeline(
-        model, data.spec, method="reversible", optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1), seed=8
-    )
+    model, data, plain = Model.of("mine", modules), RandomSource(), mixed_net().build(5)
+    assert [block.reversible for block in model.profile(data.spec)] == [False, True, False, True, True, False]
+    pipeline = make_pipeline(model, data.spec, method="reversible", optimizer=sgd, seed=8)
     pipeline.train(data, 1)
-
-    plain = mixed_net().build(5)
-    F.cross_entropy(plain(data.inputs(0)), data.targets(0)).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for key, value in pipeline.state_dict().items():
-        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-9, atol=1e-11, msg=key)
+    train_plainly(plain, sgd(plain), data, 1)
+    torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-11)
     after = nn.ModuleDict(modules).state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
-
-
-def test_names_of_blocks_are_prefixes_of_keys_and_occur_once() -> None:
-    """Names with dots or slashes once lost tensors in exports and checkpoints."""
-    for name in ("a.b", "a/b", "", "forward"):
-        with pytest.raises(ModelError, match=f"block '{name}' of model mine: expected a name without"):
-            Model.of("mine", {name: nn.Linear(2, 2)})
-    with pytest.raises(ModelError, match="block 'a' of model mine: expected a name that occurs once"):
-        Model("mine", (BlockSpec("a", nn.Tanh), BlockSpec("b", nn.Tanh), BlockSpec("a", nn.Tanh)))
 
 
 def test_a_module_that_occurs_twice_stays_in_the_model() -> None:
@@ -192,21 +178,40 @@ def test_a_module_that_occurs_twice_stays_in_the_model() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), shared, nn.Linear(2, 2), shared, nn.Linear(2, 2))
     x = torch.randn(3, 2)
     assert torch.equal(Model.of("mine", layers).build(0)(x), layers(x))
-    with pytest.raises(ModelError, match=r"blocks of model mine: expected consecutive numbers .*, got 0, 1, 2, 4"):
-        Model.of("mine", dict(layers.named_children()))
 
 
-def test_weights_tied_between_blocks_are_refused() -> None:
+def tied(*, copied: bool = False) -> Model:
+    """Return a model whose head has the weight of the embedding, or a copy of it."""
     embedding, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
-    head.weight = embedding.weight
-    with pytest.raises(ModelError, match=r"block head of model mine: expected tensors of its own.* belongs to block embedding too"):
-        Model.of("mine", {"embedding": embedding, "head": head})
-    head.weight = copy.deepcopy(embedding.weight)  # as the message says
-    Model.of("mine", {"embedding": embedding, "head": head})
-    layer = nn.Linear(4, 4)
-    model = Model("mine", (BlockSpec("a", lambda: layer), BlockSpec("b", lambda: layer)))
-    with pytest.raises(ModelError, match="block a: expected a function that builds a new module at each call"):
-        model.profile(TensorSpec((3, 4), torch.float32))
+    head.weight = copy.deepcopy(embedding.weight) if copied else embedding.weight
+    return Model.of("mine", {"embedding": embedding, "head": head})
+
+
+def test_tied_weights_are_trained_apart_as_copies() -> None:
+    """As the error for tied ones says."""
+    assert len([*tied(copied=True).build(0).parameters()]) == 2
+
+
+LAYER = nn.Linear(4, 4)
+
+
+test_models_that_are_refused = refuses(
+    lambda build: build(),
+    (partial(MODELS["resnet18"], width=0.3), "expected a positive multiple of 1/64, got 0.3, which makes 19.2 channels in a layer"),
+    (partial(MODELS["revnet38"], width=1 / 16), "expected a positive multiple of 1/8, got 0.0625, which makes 3.5 channels in a"),
+    *(  # names with dots or slashes once lost tensors in exports and checkpoints
+        (partial(Model.of, "mine", {name: LAYER}), f"block '{name}' of model mine: expected a name without")
+        for name in ("a.b", "a/b", "", "forward")
+    ),
+    (lambda: Model("mine", tuple(BlockSpec(name, nn.Tanh) for name in "aba")), "block 'a' of model mine: expected a name that occ"),
+    (lambda: Model.of("mine", {"0": nn.Tanh(), "2": nn.Tanh()}), "blocks of model mine: expected consecutive numbers .*, got 0, 2"),
+    (tied, r"block head of model mine: expected tensors of its own.* belongs to block embedding too"),
+    (
+        lambda: Model("mine", tuple(BlockSpec(name, lambda: LAYER) for name in "ab")).profile(TensorSpec((3, 4), torch.float32)),
+        "block a: expected a function that builds a new module at each call",
+    ),
+    kind=(ConfigError, ModelError),
+)
 
 
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
