@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from itertools import count
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from petra.diagnostics.events import Interval, Kind, split_waits
 from petra.diagnostics.recorder import Recorder, StageTimes, clock_offset, gathered_intervals
 from petra.settings import Runtime
 from tests.cost_model.test_simulator import seconds_by_kind
+from tests.support.commands import refused
 from tests.support.nets import RandomSource, mixed
 from tests.support.processes import run_processes
 
@@ -132,11 +132,6 @@ def test_all_processes_in_one_trace(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "timeline.svg").read_text()
 
 
-def test_schedules_are_plotted_without_running(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--method", "petra", "--stages", "3", "--microbatches", "6", "--out", str(tmp_path / "a.svg")])
-    assert "petra, 3 stages: period 4, idle 0%" in capsys.readouterr().out
-    labels = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "a.svg").read_text())
-    assert [label for label in labels if label.startswith("stage ")] == ["stage 1", "stage 2", "stage 3"]
-    with pytest.raises(SystemExit):
-        main(["--stages", "0"])
-    assert capsys.readouterr().err == "error: --stages: expected an integer >= 1, got 0\n"
+def test_a_schedule_without_stages_is_refused() -> None:
+    """Those of the pages are drawn by tests/test_docs.py."""
+    assert refused(main, ["--stages", "0"]) == "--stages: expected an integer >= 1, got 0"

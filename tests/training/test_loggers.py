@@ -30,27 +30,11 @@ def report(targets: float, loss: float, correct: float) -> torch.Tensor:
     return torch.tensor([targets, loss, correct], dtype=torch.float64)
 
 
-def test_a_row_has_the_means_over_the_targets_of_its_updates() -> None:
-    received = Received()
-    log = UpdateMeans(2, 2, recipe(lambda t: t / 10), [received])
-    for m in range(9):
-        log.microbatch(report(m, 3.0 * m, 1))
-    assert [(row["microbatches"], row["updates"]) for row in received.rows] == [(4, 2), (8, 4)]
-    assert received.rows[0] == {
-        "microbatches": 4,
-        "updates": 2,
-        "update/loss": 3.0,
-        "update/accuracy": pytest.approx(4 / 6),
-        "update/learning_rate": 0.4,
-    }
-    assert log.state() == {"updates": [8, 24, 1]}, "the rest is for the next row"
-
-
 def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
     """Some microbatches have no targets, which does not divide by zero."""
     reports = [report(7 * (m > 5), 0.1 * m * (m > 5), m % 3) for m in range(12)]
     whole, parts = Received(), Received()
-    log, first, second = (UpdateMeans(3, 2, recipe(), [received]) for received in (whole, parts, parts))
+    log, first, second = (UpdateMeans(3, 2, recipe(lambda t: t / 10), [received]) for received in (whole, parts, parts))
     for m, one in enumerate(reports):
         log.microbatch(one)
         if m == 8:
@@ -58,6 +42,8 @@ def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
         (first if m < 8 else second).microbatch(one)
     assert parts.rows == whole.rows
     assert [row["update/loss"] for row in whole.rows] == [0, pytest.approx(0.1 * sum(range(6, 12)) / 42)]
+    assert [(row["microbatches"], row["updates"], row["update/learning_rate"]) for row in whole.rows] == [(6, 3, 0.6), (12, 6, 1.2)]
+    assert whole.rows[1]["update/accuracy"] == pytest.approx(6 / 42)
     assert reports[6].tolist()[0] == 7, "reports belong to the pipeline"
     with pytest.raises(ConfigError, match=r"trainer\.log_every: expected null or an integer >= 1, got 0"):
         UpdateMeans(0, 1, recipe(), [])
