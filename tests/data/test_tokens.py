@@ -42,12 +42,6 @@ def make_folder(folder: Path, arrays: list[np.ndarray]) -> Path:
     return folder
 
 
-def write_corpus(folder: Path, **parts: object) -> None:
-    """Write the facts of the files of make_folder, with other values of the given parts."""
-    facts = {"classes": CLASSES, "train": {"tokens": 65, "bytes": 130}, "val": {"tokens": 12, "bytes": 42}}
-    (folder / "corpus.json").write_text(json.dumps({**facts, **parts}))
-
-
 def load(folder: Path, **options: Any) -> Dataset:
     return load_dataset("tokens", **{"root": folder, "size": SIZE, "classes": CLASSES, **options})
 
@@ -95,7 +89,10 @@ def test_the_corpus_has_facts_of_each_part(arrays: list[np.ndarray], folder: Pat
     before = load(folder)
     assert before.bytes_per_target is None
     write_llmc(folder / "text_test_000000.bin", arrays[0][1:])
-    write_corpus(folder, test={"tokens": 22, "bytes": 44})
+    facts = {
+        part: {"tokens": tokens, "bytes": size} for part, tokens, size in (("train", 65, 130), ("val", 12, 42), ("test", 22, 44))
+    }
+    (folder / "corpus.json").write_text(json.dumps({"classes": CLASSES, **facts}))
     for split, tokens, ratio in (("val", arrays[3], 3.5), ("test", arrays[0][1:], 2.0)):
         data = load(folder, split=split)
         assert data.train.count == before.train.count

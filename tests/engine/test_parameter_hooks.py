@@ -9,27 +9,16 @@ from torch.nn import functional as F
 
 from petra import Model, ModelError, Pipeline, UpdateRules
 from petra.reversible import Coupling
-from tests.engine.test_any_block import FLAT, Vectors
+from tests.engine.test_any_block import FLAT, Halves, Vectors, linear
 from tests.support.nets import make_pipeline, sgd
 
 K, MICROBATCHES = 3, 12
 
 
-class Halves(nn.Module):
-    """Two streams from one, after a layer, or one from two."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, outputs).double()
-
-    def forward(self, *x: Tensor) -> Any:
-        return self.linear(x[0]).chunk(2, 1) if len(x) == 1 else self.linear(torch.cat(x, 1))
-
-
 def blocks() -> dict[str, nn.Module]:
     """Return a network whose second block is reversible."""
     torch.manual_seed(0)
-    return {"stem": Halves(6), "pair": Coupling(nn.Linear(3, 3).double()), "head": Halves(3)}
+    return {"stem": nn.Sequential(linear(), Halves()), "pair": Coupling(linear(3, 3)), "joined": Halves(), "head": linear(6, 3)}
 
 
 def train(modules: dict[str, nn.Module], **settings: Any) -> Pipeline:
@@ -44,8 +33,8 @@ def plain(modules: dict[str, nn.Module], clip: float | None) -> dict[str, Tensor
     optimizer = sgd(network)
     for m in range(0, MICROBATCHES, K):
         optimizer.zero_grad()
-        outputs = [modules["head"](*modules["pair"](*modules["stem"](data.inputs(i)))) for i in range(m, m + K)]
-        losses = [F.cross_entropy(output, data.targets(i)) for i, output in enumerate(outputs, m)]
+        joined = [modules["joined"](*modules["pair"](*modules["stem"](data.inputs(i)))) for i in range(m, m + K)]
+        losses = [F.cross_entropy(modules["head"](x), data.targets(i)) for i, x in enumerate(joined, m)]
         torch.stack(losses).mean().backward()
         for block in modules.values():
             nn.utils.clip_grad_norm_(block.parameters(), float("inf") if clip is None else clip)

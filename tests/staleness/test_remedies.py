@@ -7,25 +7,13 @@ import torch
 from torch import nn
 
 from examples.remedies.fitted import FittedPrediction
-from petra import Pipeline, UpdateRules
+from petra import UpdateRules
 from petra.staleness.feedback import _Extrapolated
+from petra.training.optim import OPTIMIZERS
 from petra.training.state import load_state, state_of
 from tests.support.nets import RandomSource, mixed
 from tests.support.refusals import refuses
 from tests.support.remedies import Remedy
-
-
-def adam(module: nn.Module) -> torch.optim.Adam:
-    return torch.optim.Adam(module.parameters())
-
-
-def plain_sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.05)
-
-
-def pipeline(**settings: object) -> Pipeline:
-    return mixed(**{"seed": 3, **settings})
-
 
 test_values_out_of_range_raise = refuses(
     lambda change: Remedy(**change).make(),
@@ -37,7 +25,7 @@ test_values_out_of_range_raise = refuses(
 
 
 test_remedies_that_do_not_fit_the_run_raise = refuses(
-    lambda change: pipeline(**change),
+    lambda change: mixed(**change),
     ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: expected 0 unless .*, got 0.1"),
     (
         {"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction="velocity")},
@@ -50,11 +38,11 @@ test_remedies_that_do_not_fit_the_run_raise = refuses(
     ),
     ({"remedies": [3]}, r"remedies: expected a list of remedies .*, got \[3\]"),
     (
-        {"remedy": Remedy(compensation=True), "optimizer": adam},
+        {"remedy": Remedy(compensation=True), "optimizer": OPTIMIZERS["adam"], "learning_rate": lambda t: 0.1},
         "optim: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",
     ),
     (
-        {"remedy": Remedy(prediction="velocity"), "optimizer": plain_sgd},
+        {"remedy": Remedy(prediction="velocity"), "optimizer": lambda module: torch.optim.SGD(module.parameters(), lr=0.05)},
         "optim: expected adam, adamw, or sgd with momentum > 0, which remedy.prediction requires, got sgd without momentum",
     ),
 )
@@ -101,7 +89,7 @@ def test_feedback_continues_after_skipped_steps_as_if_they_had_not_been() -> Non
 )
 def test_state_resumes_on_another_partition(remedy: Remedy, kind: str) -> None:
     """The last stage is never late and has no state. With the other partition, one of its blocks is in a late stage."""
-    before, after = (pipeline(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
+    before, after = (mixed(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
     before.train(RandomSource(), 6)
     load_state(after, state_of(before), 6, "the other partition")
     saved, loaded = ({k: v for k, v in state_of(run).items() if k.endswith(f"/{kind}")} for run in (before, after))

@@ -43,11 +43,6 @@ def test_a_network_that_is_frozen_as_a_whole_is_evaluated_only(stages: int) -> N
         pipeline.train(RandomSource(), 1)
 
 
-def replace_clock(folder: Path) -> None:
-    facts = json.loads((folder / "facts.json").read_text())
-    (folder / "facts.json").write_text(json.dumps({**facts, "clock": 7}))
-
-
 def run(targets: Tensor | None = None, **settings: object) -> None:
     """Train a pipeline of three classes."""
     data = RandomSource()
@@ -130,7 +125,8 @@ def test_the_name_of_a_checkpoint_is_its_clock_and_a_score_is_finite(tmp_path: P
     (tmp_path / "000000004").rename(tmp_path / "000000009")
     assert newest(tmp_path) == tmp_path / "000000002"
     assert "000000009: expected the name 000000004, its microbatch" in caplog.text
-    replace_clock(tmp_path / "000000002")
+    facts = tmp_path / "000000002" / "facts.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "clock": 7}))
     with pytest.raises(PetraError, match="000000002: expected the name 000000007"):
         restore(build(), tmp_path / "000000002")
 

@@ -3,13 +3,14 @@
 import errno
 import json
 import os
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from launch.run.resume import require_same
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
@@ -18,7 +19,7 @@ from petra.settings import Numerics
 from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from petra.training.weight_files import read_tensors
-from tests.support.nets import RandomSource, assert_equal, mixed, weights
+from tests.support.nets import RandomSource, assert_equal, mixed, sgd, weights
 from tests.support.processes import run_processes
 from tests.support.remedies import Remedy
 
@@ -34,12 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def sgd(module: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9, weight_decay=5e-4)
-
-
 def build(**settings: Any) -> Pipeline:
-    return mixed(0.2, **{"k": 5, "optimizer": sgd, "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings})
+    return mixed(
+        0.2, **{"k": 5, "optimizer": partial(sgd, lr=0.02), "learning_rate": lambda t: 0.02 / (1 + t / 9), "seed": 3, **settings}
+    )
 
 
 @pytest.mark.parametrize(("case", "background"), [*zip(CASES, cycle([True, False]), strict=False)])

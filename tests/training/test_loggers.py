@@ -26,13 +26,9 @@ def recipe(rate: Callable[[int], float] = lambda t: 0.1) -> Recipe:
     return make_pipeline(mixed_net(), RandomSource().spec, optimizer=sgd, learning_rate=rate).recipe
 
 
-def report(targets: float, loss: float, correct: float) -> torch.Tensor:
-    return torch.tensor([targets, loss, correct], dtype=torch.float64)
-
-
 def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
     """Some microbatches have no targets, which does not divide by zero."""
-    reports = [report(7 * (m > 5), 0.1 * m * (m > 5), m % 3) for m in range(12)]
+    reports = [torch.tensor([7 * (m > 5), 0.1 * m * (m > 5), m % 3], dtype=torch.float64) for m in range(12)]
     whole, parts = Received(), Received()
     log, first, second = (UpdateMeans(3, 2, recipe(lambda t: t / 10), [received]) for received in (whole, parts, parts))
     for m, one in enumerate(reports):

@@ -144,14 +144,6 @@ def test_schedules_check_their_values() -> None:
     assert peak_rate(0.1, batch_size=64, k=1) == 0.1 * 64 / 256
 
 
-def decays(p: Tensor) -> float:
-    return 1 - RATE * DECAY if p.dim() > 1 else 1.0
-
-
-def eigenvectors(covariance: Tensor) -> Tensor:
-    return torch.linalg.eigh(covariance)[1].flip(1)
-
-
 def test_basis_rotation_is_adam_in_the_rotated_basis() -> None:
     module, reference = Words(), [p.detach().clone() for p in Words().parameters()]
     optimizer = OPTIMIZERS["basis_rotation"](module, betas=[0.8, 0.9], eps=EPS, weight_decay=DECAY, frequency=3)
@@ -167,7 +159,7 @@ def test_basis_rotation_is_adam_in_the_rotated_basis() -> None:
                 products = (g @ g.T, g.T @ g)
                 covariances[i] = [0.9 * c + (1 - 0.9) * new for c, new in zip(covariances[i], products, strict=True)]
                 if t == 1:
-                    bases[i] = [eigenvectors(c) for c in covariances[i]]
+                    bases[i] = [torch.linalg.eigh(c)[1].flip(1) for c in covariances[i]]
                 elif t % 3 == 0:
                     for side in (0, 1):
                         basis, covariance = bases[i][side], covariances[i][side]
@@ -180,5 +172,6 @@ def test_basis_rotation_is_adam_in_the_rotated_basis() -> None:
             v[i] = 0.9 * v[i] + 0.1 * inner**2
             change = momentum / (1 - 0.8**t) / ((v[i] / (1 - 0.9**t)).sqrt() + EPS)
             change = change if u is None or w is None else u @ change @ w.T
-            reference[i] = reference[i] * decays(reference[i]) - RATE * change
+            decay = RATE * DECAY if g.dim() > 1 else 0.0
+            reference[i] = reference[i] * (1 - decay) - RATE * change
     torch.testing.assert_close(result, reference, rtol=1e-8, atol=1e-10)
