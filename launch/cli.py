@@ -22,7 +22,7 @@ from .runtime.terminal import command
 
 IN_SEVERAL_PROCESSES = ("train", "resume", "evaluate", "doctor")
 """Commands that accept ``--nproc``."""
-CONFIGURED = ("train", "resume", "node", "plan", "sweep", "doctor", "evaluate", "generate", "export", "predict")
+CONFIGURED = ("train", "resume", "node", "plan", "doctor", "evaluate", "generate", "export", "predict")
 """Commands that accept keys of the configuration, which Hydra completes."""
 USAGE = """Train deep networks split over several processes with PETRA, and examine the runs.
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from statistics import mean, stdev
 
 from launch.run.markdown import table
-from launch.sweep import Job
 from petra.analysis.plots import Panel
 from petra.errors import require
 
+from .jobs import Job
 from .paper import DATASETS, PARAMETERS, PETRA_ACCUMULATIONS, REVNETS, TABLE2, TABLE4
 from .report import Report, Request, Scale, ran
 from .runs import Run, collect, job, missing, records

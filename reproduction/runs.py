@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from launch.config.schema import AUTO
 from launch.run.folder import RunFolder, as_data, changes_results, flat, rows_of
-from launch.sweep import Job, train_jobs
 from petra.errors import PetraError
 
+from .jobs import Job, train_jobs
 from .record import Record, read_records
 from .report import Request
 
@@ -66,7 +66,6 @@ def collect(request: Request, wanted: Mapping[str, Job], processes: int | None =
         return found
     count = request.processes if processes is None else processes
     for job in unfinished:
-        job.summary()  # raises an error if the folder has a finished run with another configuration
         job.check(count)
     failed = train_jobs(unfinished, count)
     if failed:

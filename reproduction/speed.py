@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from launch.run.markdown import table
-from launch.sweep import Job
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
 from petra.cost_model.simulator import predict
 from petra.diagnostics.events import Kind
@@ -23,6 +22,7 @@ from petra.settings import Numerics
 from petra.specs import TensorSpec
 from petra.training import sgd
 
+from .jobs import Job
 from .paper import GPUS, TABLE5, TABLE5_BATCH, TABLE5_TIMED, TABLE5_WARMUP
 from .report import Report, Request, Scale
 from .runs import Run, collect, job, records

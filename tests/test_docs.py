@@ -13,13 +13,14 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from pydoc import locate
 from typing import Any
 
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
@@ -31,7 +32,6 @@ from launch.config.compose import compose_overrides
 from launch.config.schema import Config
 from launch.run.build import set_up
 from launch.runtime.rank import Process
-from launch.sweep import jobs
 from petra import ConfigError, Model, TensorSpec
 from petra.analysis import timeline
 from tests.structure import ROOT
@@ -44,7 +44,7 @@ PAGES = [
 ]
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|docker|git|pip) [\w.-]")
-TRAINS = ("launch.train", "launch.node", "launch.sweep", "benchmarks.nodes")
+TRAINS = ("launch.train", "launch.node", "benchmarks.nodes")
 GROUPS = "model|data|method|remedy|optim|schedule|trainer|checkpoint|cluster|logger|experiment"
 KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|resume_change|init_from|init_skip|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
 OTHERS = {"petra", "docker", "kubectl", "sbatch", "srun", "sky", "apt-get", "pytest", ".", "docker/two_nodes.sh"}
@@ -120,8 +120,17 @@ def test_a_command_means_something(command: str, tmp_path: Path) -> None:
         assert set(extras) <= set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
     else:
         assert words[0] in OTHERS, f"no check for {words[0]}"
-        for job in jobs([text for text in re.split(r"[\s'\"]+", command.partition(words[0])[2]) if KEY.fullmatch(text)], tmp_path):
-            configured(*job.overrides)
+        for chosen in runs([text for text in re.split(r"[\s'\"]+", command.partition(words[0])[2]) if KEY.fullmatch(text)]):
+            configured(*chosen)
+
+
+def runs(overrides: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the arguments of each run of a command, of several with --multirun."""
+    choices = []
+    for text, parsed in zip(overrides, OverridesParser.create().parse_overrides(overrides), strict=True):
+        values = parsed.sweep_string_iterator() if parsed.is_sweep_override() else ()
+        choices.append([f"{text.partition('=')[0]}={value}" for value in values] or [text])
+    yield from product(*choices)
 
 
 def check_python(words: list[str], environment: dict[str, str], out: Path) -> None:
@@ -157,9 +166,9 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
     if "NNODES" in environment:
         processes = [int(n) for n in environment["NPROC_PER_NODE"].split(",")]
         world = sum(processes) if len(processes) > 1 else processes[0] * int(environment["NNODES"])
-    for job in jobs(overrides, out):
-        plan(world, *job.overrides)
-        config = configured(*job.overrides)
+    for chosen in runs(overrides):
+        plan(world, *chosen)
+        config = configured(*chosen)
         assert config.schedule.options["warmup_epochs"] < config.trainer.epochs, "the learning rate never reaches its peak"
 
 

@@ -52,8 +52,7 @@ def test_errors_appear_before_torch_is_imported() -> None:
         "launch.train model._target_=mnist": "model._target_: expected petra.",
         "launch.cli train k=0": "k: expected an integer >= 1, got 0",
         "launch.train --nproc 2 data=mnist": "data: expected camvid, cifar10, ",
-        "launch.sweep k=1,0": "k: expected an integer >= 1, got 0",
-        "launch.sweep": "command line: expected arguments such as experiment=demo (about a minute)",
+        "launch.train": "command line: expected arguments such as experiment=demo (about a minute)",
         "launch.evaluate nowhere": "command line: expected the folder of a run, got nowhere without a config.yaml",
         "launch.compare nowhere --out x.foo": "--out: expected a file name that ends in .png, .svg or .pdf, got x.foo",
     }
@@ -85,8 +84,8 @@ def test_processes_are_taken_from_the_arguments_and_start_through_the_agent(monk
     flags = ["--standalone", "--nproc-per-node", "2"]
     assert started[0] == (flags, "launch.train", ["trainer.device=cpu", "model.width=0.0625"])
     assert started[1] == (flags, "launch.doctor", ["trainer.device=cpu"])
-    with pytest.raises(ConfigError, match="--nproc: expected one of the commands train, resume, evaluate, doctor, got sweep"):
-        cli.run(["sweep", "--nproc", "2"])
+    with pytest.raises(ConfigError, match="--nproc: expected one of the commands train, resume, evaluate, doctor, got plan"):
+        cli.run(["plan", "--nproc", "2"])
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_processes_are_taken_from_the_arguments_and_start_through_the_agent(monk
     [
         ("petra train ", ["k=", "model=", "model.", "optim."], []),
         ("petra train model=rev", ["model=revnet18", "model=revgpt"], ["model=resnet18"]),
-        ("petra sweep --out runs/a k=4 optim.", ["optim.lr=", "optim.momentum="], ["model.width="]),
+        ("petra plan --machines a k=4 optim.", ["optim.lr=", "optim.momentum="], ["model.width="]),
         ("petra train --np", ["--nproc"], ["--multirun"]),
         ("petra generate run --t", ["--tokens", "--temperature"], ["--prompt"]),
         ("petra train trainer.precision=", ["trainer.precision=bf16", "trainer.precision=fp16"], []),

@@ -19,7 +19,6 @@ from launch.config.schema import GIVEN, SECTIONS
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up
 from launch.run.folder import changes_results, read_config
-from launch.sweep import jobs
 from petra import ConfigError
 from petra.data import DATASETS
 from petra.errors import accepted, accepts
@@ -127,7 +126,6 @@ def test_an_own_model_and_data_set_from_the_command_line(folder: Path, capsys: p
     assert refused(evaluate, ["run"]) == "model._target_: expected a function of petra, got mine.network; --trust imports it"
     evaluate(["run", "--trust"])
     assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(summary["test_accuracy"])
-    assert [job.config.model.name for job in jobs([*OWN, "k=1,2"], folder)] == ["mine.network"] * 2
 
 
 def test_an_own_data_set_is_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

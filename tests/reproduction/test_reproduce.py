@@ -13,13 +13,14 @@ import pytest
 import yaml
 
 from launch.compare import main as compare
+from launch.config.compose import compose_overrides
 from launch.run import training
 from launch.run.folder import as_data, rows_of
-from launch.sweep import Job
 from petra.errors import DataError
 from petra.models import revnet50
 from reproduction import accuracy, memory, runs
 from reproduction import command as reproduce
+from reproduction.jobs import Job
 from reproduction.record import read_record, read_records, record_of, write_record
 from reproduction.report import Request, Scale
 from reproduction.targets import TARGETS
@@ -112,6 +113,11 @@ def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], ca
         "runs",
         *(f"fig{n}.{kind}" for n in (5, 6) for kind in ("md", "json", "png")),
     }
+
+
+@pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
+def test_folders_are_quoted_for_hydra(name: str) -> None:
+    assert compose_overrides(Job((), Path("/out") / name).command()).run_dir == f"/out/{name}"
 
 
 def test_table_3_matches_the_paper() -> None:
