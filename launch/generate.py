@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from pathlib import Path
 
 import torch
 
-from petra.errors import ModelError, alternatives, require
+from petra.data.tokenizer import VOCABULARY, delimiter_of, fingerprint, load_vocabulary
+from petra.errors import DataError, ModelError, alternatives, require
 from petra.models.generation import Sampling, find_stem, generate
 
+from .config.schema import Config
 from .evaluate import read_run, run_parser
-from .run.text import vocabulary
+from .run.weights import SavedWeights
 from .runtime.agent import this_process
 from .runtime.terminal import command
+
+Encode = Callable[[str], list[int]]
+Decode = Callable[[Iterable[int]], Iterator[str]]
 
 
 @command
@@ -45,6 +53,44 @@ def main(arguments: list[str] | None = None) -> None:
         for piece in decode(islice(text, options.tokens)):
             print(piece, end="", flush=True)
         print()
+
+
+def vocabulary(config: Config, path: str | None, weights: SavedWeights) -> tuple[Encode, Decode, int | None]:
+    """Return the functions from text to tokens and back, and the token that ends a text.
+
+    Args:
+        config: Configuration of the run.
+        path: File of the vocabulary; None for the one of the run's data.
+        weights: Weights that must have been trained with this vocabulary.
+
+    Raises:
+        PetraError: If the vocabulary is missing, can't be read, or is another one.
+    """
+    if config.data.name == "text":
+        return lambda text: list(text.encode()), _decode_bytes, None
+    file = Path(path) if path else Path(config.data.options.get("root") or ".") / VOCABULARY
+    tokenizer = load_vocabulary(file)
+    size, classes = tokenizer.get_vocab_size(), config.data.classes
+    require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
+    weights.require_vocabulary(str(file), fingerprint(tokenizer))
+    delimiter = delimiter_of(tokenizer)
+    first = [] if delimiter is None else [delimiter]
+
+    def decode(tokens: Iterable[int]) -> Iterator[str]:
+        """Yield the text of the tokens, each character once it is complete."""
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        yield from filter(None, (stream.step(tokenizer, token) for token in tokens))
+
+    return lambda text: [*first, *tokenizer.encode(text, add_special_tokens=False).ids], decode, delimiter
+
+
+def _decode_bytes(tokens: Iterable[int]) -> Iterator[str]:
+    """Yield the text of UTF-8 bytes, each character once it is complete."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        yield decoder.decode(bytes([token]))
 
 
 if __name__ == "__main__":

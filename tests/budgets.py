@@ -41,20 +41,20 @@ ROOMS = {
     ("petra/diagnostics",): Budget(838, 838),
     ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(398, 398),
-    ("launch/*.py", "launch/templates"): Budget(1_075, 1_075),
-    ("launch/config",): Budget(810, 400),
-    ("launch/run",): Budget(1_875, 1_658),
+    ("launch/*.py", "launch/templates"): Budget(1_121, 1_121),
+    ("launch/config",): Budget(807, 400),
+    ("launch/run",): Budget(1_771, 1_658),
     ("launch/runtime",): Budget(680, 710),
     ("launch/doctor", "launch/selftest"): Budget(970, 970),
     ("launch/bench",): Budget(770, 770),
     ("reproduction",): Budget(2_088, 2_080),
     ("benchmarks",): Budget(3_155, 3_155),
     ("examples",): Budget(735, 735),
-    ("tests", "stress"): Budget(17_151, 15_768),
+    ("tests", "stress"): Budget(17_111, 15_768),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_202, 26_948)
+BOTH = Budget(27_138, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_018, 6_018)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
@@ -63,7 +63,7 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(113, 113)
+KEYS = Budget(112, 112)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),
