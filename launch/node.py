@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from petra.errors import require
 
@@ -31,56 +30,6 @@ from .runtime.terminal import command, parser_for
 WORDS = ("auto", "cpu", "gpu")
 
 
-@dataclass(frozen=True)
-class Node:
-    """One node of a run.
-
-    Attributes:
-        nodes: Number of nodes.
-        rank: Rank of this node.
-        processes: Number of processes on this node, or ``auto``, ``cpu`` or ``gpu``.
-        address: Address of node 0.
-        port: Port on node 0.
-    """
-
-    nodes: int
-    rank: int
-    processes: str
-    address: str
-    port: int
-
-    @staticmethod
-    def from_environment(environment: Mapping[str, str]) -> Node:
-        """Read the variables above.
-
-        Raises:
-            ConfigError: If a variable is missing or has an invalid value.
-        """
-        name, value = _first(environment, "NNODES", "PET_NNODES", "SLURM_NNODES", default="1")
-        least, _, most = value.partition(":")
-        require(most in ("", least), name, "one number, since the number of stages is fixed", value)
-        nodes = integer(name, least, 1)
-
-        def of_node(*names: str, default: str) -> tuple[str, str]:
-            name, value = _first(environment, *names, default=default if nodes == 1 else "")
-            require(bool(value), name, f"a value on each of {nodes} nodes", "nothing")
-            return name, value
-
-        rank = integer(*of_node("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", default="0"), 0, nodes - 1)
-        port = integer(*_first(environment, "MASTER_PORT", "PET_MASTER_PORT", default="29500"), 1, 65535)
-        _, address = of_node("MASTER_ADDR", "PET_MASTER_ADDR", default="127.0.0.1")
-        return Node(nodes, rank, _processes(environment, nodes, rank), address, port)
-
-    def flags(self) -> list[str]:
-        """Return the arguments of torchrun. A single node takes a free port, so that several runs can share a machine."""
-        if self.nodes == 1:
-            return ["--standalone", "--nproc-per-node", self.processes]
-        return [
-            *("--nnodes", str(self.nodes), "--node-rank", str(self.rank), "--nproc-per-node", self.processes),
-            *("--rdzv-backend", "static", "--master-addr", self.address, "--master-port", str(self.port)),
-        ]
-
-
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Run the processes of this node."""
@@ -88,16 +37,37 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--module", default="launch.train", help="launch.train (default), launch.doctor or launch.selftest")
     options, overrides = parser.parse_known_args(arguments)
-    node = Node.from_environment(os.environ)
-    run_agent(node.flags(), own_module(options.module), overrides)
+    run_agent(flags(os.environ), own_module(options.module), overrides)
 
 
-def _processes(environment: Mapping[str, str], nodes: int, rank: int) -> str:
+def flags(environment: Mapping[str, str]) -> list[str]:
+    """Return the arguments of torchrun. A single node takes a free port, so that several runs can share a machine.
+
+    Raises:
+        ConfigError: If a variable is missing or has an invalid value.
+    """
+    name, value = _first(environment, "NNODES", "PET_NNODES", "SLURM_NNODES", default="1")
+    least, _, most = value.partition(":")
+    require(most in ("", least), name, "one number, since the number of stages is fixed", value)
+    nodes = integer(name, least, 1)
+
+    def of_node(*names: str) -> tuple[str, str]:
+        name, value = _first(environment, *names, default="0" if nodes == 1 else "")
+        require(bool(value), name, f"a value on each of {nodes} nodes", "nothing")
+        return name, value
+
+    rank = integer(*of_node("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID"), 0, nodes - 1)
     name, value = _first(environment, "NPROC_PER_NODE", "PET_NPROC_PER_NODE", "SLURM_GPUS_ON_NODE", default="auto")
-    values = value.split(",")
-    require(len(values) in (1, nodes), name, f"one number, or one for each of {nodes} node(s)", value)
-    mine = values[rank if len(values) > 1 else 0]
-    return mine if mine in WORDS else str(integer(name, mine, 1))
+    counts = value.split(",")
+    require(len(counts) in (1, nodes), name, f"one number, or one for each of {nodes} node(s)", value)
+    own = counts[rank if len(counts) > 1 else 0]
+    processes = ["--nproc-per-node", own if own in WORDS else str(integer(name, own, 1))]
+    port = integer(*_first(environment, "MASTER_PORT", "PET_MASTER_PORT", default="29500"), 1, 65535)
+    if nodes == 1:
+        return ["--standalone", *processes]
+    _, address = of_node("MASTER_ADDR", "PET_MASTER_ADDR")
+    node = ["--nnodes", str(nodes), "--node-rank", str(rank), *processes]
+    return [*node, "--rdzv-backend", "static", "--master-addr", address, "--master-port", str(port)]
 
 
 def _first(environment: Mapping[str, str], *names: str, default: str) -> tuple[str, str]:

@@ -32,7 +32,7 @@ ROOMS = {
     ("petra/engine",): Budget(1_918, 1_918),
     ("petra/engine/options",): Budget(2_284, 2_284),
     ("petra/staleness",): Budget(447, 447),
-    ("petra/training",): Budget(1_774, 1_774),
+    ("petra/training",): Budget(1_771, 1_771),
     ("petra/data",): Budget(1_908, 1_908),
     ("petra/models",): Budget(1_721, 1_721),
     ("petra/inplace_abn",): Budget(1_964, 1_964),
@@ -41,7 +41,7 @@ ROOMS = {
     ("petra/diagnostics",): Budget(838, 838),
     ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(398, 398),
-    ("launch/*.py", "launch/templates"): Budget(1_103, 1_103),
+    ("launch/*.py", "launch/templates"): Budget(1_073, 1_073),
     ("launch/config",): Budget(807, 400),
     ("launch/run",): Budget(1_771, 1_658),
     ("launch/runtime",): Budget(680, 710),
@@ -50,11 +50,11 @@ ROOMS = {
     ("reproduction",): Budget(2_088, 2_080),
     ("benchmarks",): Budget(3_155, 3_155),
     ("examples",): Budget(735, 735),
-    ("tests", "stress"): Budget(17_105, 15_768),
+    ("tests", "stress"): Budget(17_097, 15_768),
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_120, 26_948)
+BOTH = Budget(27_090, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_018, 6_018)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

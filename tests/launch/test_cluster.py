@@ -12,37 +12,38 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from launch import train as training
-from launch.node import Node
+from launch.node import flags
 from launch.runtime import agent, network
 from launch.runtime.rank import agree_on_start, require_distinct_gpus
 from petra import ConfigError
 from tests.support.commands import refused
 
 SLURM = "SLURM_NNODES=2 SLURM_NODEID=1 SLURM_GPUS_ON_NODE=2 MASTER_ADDR=a"
+NODE = "--nnodes {} --node-rank {} --nproc-per-node {} --rdzv-backend static --master-addr {} --master-port {}"
 KUBERNETES = "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=gpu PET_MASTER_ADDR=b PET_MASTER_PORT=7"
 
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ("", Node(1, 0, "auto", "127.0.0.1", 29500)),
-        ("NNODES=3 NODE_RANK=2 NPROC_PER_NODE=8,8,2 MASTER_ADDR=a MASTER_PORT=1234", Node(3, 2, "2", "a", 1234)),
-        (KUBERNETES, Node(2, 1, "gpu", "b", 7)),
-        (SLURM, Node(2, 1, "2", "a", 29500)),
-        ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=0 NPROC_PER_NODE=", Node(1, 0, "auto", "127.0.0.1", 29500)),  # by hand under Slurm
+        ("", "--standalone --nproc-per-node auto"),
+        ("NNODES=3 NODE_RANK=2 NPROC_PER_NODE=8,8,2 MASTER_ADDR=a MASTER_PORT=1234", NODE.format(3, 2, 2, "a", 1234)),
+        (KUBERNETES, NODE.format(2, 1, "gpu", "b", 7)),
+        (SLURM, NODE.format(2, 1, 2, "a", 29500)),
+        ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=0 NPROC_PER_NODE=", "--standalone --nproc-per-node auto"),  # by hand under Slurm
         ("PET_NNODES=1:2", "PET_NNODES: expected one number, since the number of stages is fixed, got 1:2"),
         ("NNODES=2 MASTER_ADDR=a", "NODE_RANK: expected a value on each of 2 nodes, got nothing"),
         ("NNODES=2 NODE_RANK=0", "MASTER_ADDR: expected a value on each of 2 nodes, got nothing"),
         ("NPROC_PER_NODE=8,2", "NPROC_PER_NODE: expected one number, or one for each of 1 node(s), got 8,2"),
     ],
 )
-def test_the_environment_describes_a_node(environment: str, expected: Node | str) -> None:
+def test_the_environment_describes_a_node(environment: str, expected: str) -> None:
     variables = dict(word.split("=", 1) for word in environment.split())
-    if isinstance(expected, Node):
-        assert Node.from_environment(variables) == expected
+    if expected.startswith("--"):
+        assert flags(variables) == expected.split()
     else:
         with pytest.raises(ConfigError, match=re.escape(expected)):
-            Node.from_environment(variables)
+            flags(variables)
 
 
 def test_an_error_before_the_processes_start_is_reported_once_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

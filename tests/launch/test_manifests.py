@@ -1,4 +1,4 @@
-"""Files for other programs (Dockerfile, Compose, Slurm, Kubeflow, SkyPilot), and the commands of an installed wheel."""
+"""Files for other programs (Dockerfile, Compose, Slurm, Kubeflow), and the commands of an installed wheel."""
 
 import importlib
 import json
@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from launch.node import Node
+from launch.node import flags
 from tests.structure import ROOT
 
 
@@ -24,8 +24,8 @@ def test_kubeflows_schema_accepts_the_manifests() -> None:
         assert schema.from_dict(manifest).to_dict() == manifest  # the schema ignores unknown keys
 
 
-def started(script: str, tmp_path: Path, environment: dict[str, str], *arguments: str) -> tuple[Node, list[str]]:
-    """Run a script with a fake ``python`` that records its arguments and environment. Return the node and the arguments."""
+def started(script: str, tmp_path: Path, environment: dict[str, str], *arguments: str) -> tuple[list[str], list[str]]:
+    """Run a script with a fake ``python`` that records its arguments and environment. Return torchrun's flags and the arguments."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, lines in (
@@ -38,7 +38,7 @@ def started(script: str, tmp_path: Path, environment: dict[str, str], *arguments
     variables = environment | {"PATH": f"{tools}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", script, "job", *arguments], env=variables, timeout=60, check=True)
     found = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0") if line)
-    return Node.from_environment(found), (tmp_path / "arguments").read_text().splitlines()
+    return flags(found), (tmp_path / "arguments").read_text().splitlines()
 
 
 SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "gpu[3-4]"}
@@ -47,19 +47,10 @@ SLURM |= {"SLURM_JOB_ID": "123456"}
 
 def test_slurm_starts_a_node(tmp_path: Path) -> None:
     script = (ROOT / "launch" / "templates" / "slurm.sbatch").read_text()
-    node, arguments = started(script, tmp_path, SLURM, "k=2", "run_dir='two words'")
-    assert node == Node(2, 1, "8", "gpu3", 20000 + 3456)
+    found, arguments = started(script, tmp_path, SLURM, "k=2", "run_dir='two words'")
+    assert found[:6] == ["--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "8"]
+    assert found[-3:] == ["gpu3", "--master-port", str(20000 + 3456)]
     assert arguments == ["-m", "petra", "node", "k=2", "run_dir='two words'"]
-
-
-def test_skypilot_starts_a_node(tmp_path: Path) -> None:
-    task = yaml.safe_load((ROOT / "launch" / "templates" / "skypilot.yaml").read_text())
-    assert task.keys() == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
-    sky = {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-    sky |= {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6"}
-    node, arguments = started(task["run"], tmp_path, sky | task["envs"])
-    assert node == Node(2, 1, "8", "10.0.0.5", 29500)
-    assert arguments == ["-m", "petra", "node", "model=revnet18", "data=synthetic", "trainer.epochs=1", "checkpoint.keep=0"]
 
 
 TINY = (
