@@ -26,7 +26,6 @@ from petra.models import MODELS
 from petra.plan import Plan
 
 from ..runtime.agent import LOOPBACK, this_process
-from ..runtime.network import set_variables
 from .contestants import Batches, Contestant, Peer, Setting, one_device, petra, replicas, torch_schedule
 
 
@@ -166,7 +165,6 @@ def main() -> None:
     """Measure what the store asks for until it asks for nothing more."""
     port, number, timeout = map(int, sys.argv[1:])
     store = dist.TCPStore(LOOPBACK, port, is_master=False, timeout=timedelta(hours=1))  # type: ignore[attr-defined]
-    set_variables()
     with this_process() as process:
         device = process.device("auto")
         with process.process_group(device, timeout):

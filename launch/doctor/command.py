@@ -23,7 +23,6 @@ from ..config.schema import Config
 from ..run.build import set_numerics
 from ..run.markdown import table
 from ..runtime.agent import this_process
-from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints
 from ..runtime.terminal import command, help_wanted, plain
@@ -53,7 +52,6 @@ def examine(config: Config, process: Process) -> None:
     """
     device = process.device(config.trainer.device)
     replica_size = processes_per_replica(process.world, config.dp)
-    set_variables()
     try:
         with process.process_group(device, config.trainer.timeout):
             set_numerics(config.trainer)

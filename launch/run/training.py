@@ -26,7 +26,6 @@ from petra.training import FORMATS, Checkpoints, JsonLines, Lines, Trainer, Upda
 
 from ..config.schema import MEMORY, Config
 from ..runtime.agent import StopRequest
-from ..runtime.network import set_variables
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
 from .costs import memory_table, stage_map, tune_setup
@@ -67,12 +66,11 @@ def train_in_group(setup: Setup, process: Process) -> None:
 
 
 def prepare_process(setup: Setup) -> None:
-    """Set torch's options, the allocator and the network's environment variables."""
+    """Set torch's options and the allocator."""
     set_numerics(setup.config.trainer)
     release_memory(setup.device)  # of an earlier run of this process
     if setup.device.type == "cpu":
         keep_freed_memory()
-    set_variables()
 
 
 class TrainingRun:

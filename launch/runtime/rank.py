@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
+from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,14 @@ START = timedelta(seconds=60)
 """Time in which all ranks must start, however short the timeout of communication is. Programs load at different speeds."""
 POLL = 0.02
 """Seconds between two looks of rank 0 at the store."""
+NETWORK = {
+    "NCCL_DEBUG": "WARN",
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "480",
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
+"""Variables that every run sets: NCCL's warnings, and a dump of the last 2000 operations if one exceeds ``trainer.timeout``."""
+DUMPS = "TORCH_FR_DUMP_TEMP_FILE"
 _group_numbers = count()
 """Number of the next process group of this process."""
 
@@ -102,7 +111,7 @@ class Process:
     def process_group(self, device: torch.device, timeout: float) -> Iterator[None]:
         """Bind the device and open the default process group for the duration of the context.
 
-        Without torchrun's environment variables, only bind the device.
+        Without torchrun's environment variables, only bind the device. :func:`set_variables` comes first.
 
         Args:
             device: Device of this process.
@@ -111,6 +120,7 @@ class Process:
         Raises:
             ConfigError: If two processes use the same GPU. Raised on every rank.
         """
+        set_variables()
         import torch
         import torch.distributed as dist
         from torch.distributed.distributed_c10d import PrefixStore
@@ -153,6 +163,21 @@ class Process:
         dist.destroy_process_group()  # at exit, gloo's threads could abort the process
         if stopped is not None:
             raise stopped
+
+
+def set_variables() -> None:
+    """Set the variables of NCCL and torch that the environment lacks, and make the folder for dumps.
+
+    Raises:
+        ConfigError: If the folder can't be created.
+    """
+    os.environ.update({**NETWORK, **os.environ})
+    if DUMPS in os.environ:
+        folder = Path(os.environ[DUMPS]).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise invalid(DUMPS, "a folder that can be created", f"{folder} ({error.strerror})") from error
 
 
 def integer(name: str, value: str | None, least: int, most: int | None = None, note: str = "") -> int:

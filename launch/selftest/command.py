@@ -30,7 +30,6 @@ from petra.errors import require
 
 from ..run.markdown import table
 from ..runtime.agent import this_process
-from ..runtime.network import set_variables
 from ..runtime.terminal import command, parser_for
 from .evidence import archive, heading, reasons, variables
 from .parts import PARTS
@@ -144,7 +143,6 @@ def run_here(trials: Sequence[Trial], timeout: float, folder: Path) -> Results:
     """Run parts one after the other in this process and the others of its group. The first one writes and returns the findings."""
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True  # as in training by default
-    set_variables()
     results: Results = {}
     with this_process() as process:
         device = process.device(trials[0].options["device"] if trials else "auto")

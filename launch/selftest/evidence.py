@@ -10,7 +10,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 from ..doctor.machine import PREFIXES
-from ..runtime.network import DUMPS
+from ..runtime.rank import DUMPS
 
 SHOWN = re.compile(r"s without progress, |Watchdog caught collective|^error: |^[\w.]*Error: |NCCL WARN|CUDA error")
 """Lines of a rank's output that tell why a part failed."""

@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from launch import train as training
 from launch.node import flags
-from launch.runtime import agent, network
-from launch.runtime.rank import agree_on_start, require_distinct_gpus
+from launch.runtime import agent
+from launch.runtime.rank import DUMPS, NETWORK, agree_on_start, require_distinct_gpus, set_variables
 from petra import ConfigError
 from tests.support.commands import refused
 
@@ -65,11 +65,11 @@ def test_processes_on_one_gpu_are_named() -> None:
 
 
 def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = {"NCCL_DEBUG": "INFO", network.DUMPS: f"{tmp_path}/a/b/rank"}
+    given = {"NCCL_DEBUG": "INFO", DUMPS: f"{tmp_path}/a/b/rank"}
     environment = dict(given)
     monkeypatch.setattr(os, "environ", environment)
-    network.set_variables()
-    assert environment == network.DEFAULTS | given
+    set_variables()
+    assert environment == NETWORK | given
     assert (tmp_path / "a" / "b").is_dir()
 
 
