@@ -61,9 +61,9 @@ def run(words: list[str]) -> None:
             start(name, f"petra {name}", others)
         else:
             require(name in IN_SEVERAL_PROCESSES, "--nproc", f"one of the commands {', '.join(IN_SEVERAL_PROCESSES)}", name)
-            from .runtime.agent import run_on_this_machine
+            from .runtime.agent import run_agent
 
-            run_on_this_machine(processes, own_module(f"launch.{name}"), others)
+            run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module(f"launch.{name}"), others)
 
 
 def commands() -> dict[str, Path]:

@@ -41,7 +41,7 @@ def train_or_start(module: str, read: Callable[[], list[Config]]) -> None:
     Raises:
         PetraError: If a configuration is invalid, or a model can't be divided among the processes.
     """
-    from .runtime.agent import run_on_this_machine, stop_before_start, this_process
+    from .runtime.agent import run_agent, stop_before_start, this_process
     from .runtime.rank import Process
     from .runtime.reporting import only_first_prints
 
@@ -69,7 +69,7 @@ def train_or_start(module: str, read: Callable[[], list[Config]]) -> None:
         from .elastic.processes import run_replicas
 
         run_replicas(processes, configs[0].dp, module, overrides)
-    run_on_this_machine(processes, module, overrides)
+    run_agent(["--standalone", "--nproc-per-node", str(processes)], module, overrides)
 
 
 def train(configs: Sequence[Config], process: Process) -> None:

@@ -137,11 +137,6 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def run_on_this_machine(processes: int, module: str, arguments: Sequence[str]) -> None:
-    """Start a number of processes that talk to no other machine, as :func:`run_agent` does."""
-    run_agent(["--standalone", "--nproc-per-node", str(processes)], module, arguments)
-
-
 def children() -> list[int]:
     """Return the ids of the running processes that any thread of this process has started."""
     found: list[int] = []
