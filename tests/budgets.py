@@ -42,9 +42,9 @@ ROOMS = {
     ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(398, 398),
     ("launch/*.py", "launch/templates"): Budget(1_072, 1_072),
-    ("launch/config",): Budget(807, 400),
+    ("launch/config",): Budget(801, 400),
     ("launch/run",): Budget(1_762, 1_658),
-    ("launch/runtime",): Budget(670, 670),
+    ("launch/runtime",): Budget(665, 665),
     ("launch/doctor", "launch/selftest"): Budget(966, 966),
     ("launch/bench",): Budget(768, 768),
     ("reproduction",): Budget(2_088, 2_080),
@@ -54,7 +54,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_066, 26_948)
+BOTH = Budget(27_055, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_018, 6_018)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

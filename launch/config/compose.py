@@ -47,20 +47,14 @@ def command_line_configs(*, required: bool = False) -> list[Config]:
     Raises:
         ConfigError: If there are no arguments, or an override can't be parsed or doesn't fit the schema.
     """
-    if required:
-        require_arguments(sys.argv[1:])
+    expected = "arguments such as experiment=demo (about a minute), or trainer.epochs=300 for the defaults; --help lists all"
+    require(not required or len(sys.argv) > 1, "command line", expected, "none")
     register()
     configs: list[DictConfig] = []
     # Without HYDRA_FULL_ERROR, Hydra prints its errors itself, in several lines.
     with patch.dict(os.environ, HYDRA_FULL_ERROR="1"), hydra_errors(sys.argv[1:]):
         hydra.main(version_base="1.3", config_path=CONF, config_name="config")(configs.append)()
         return [to_config(config, keys_of(sys.argv[1:])) for config in configs]
-
-
-def require_arguments(overrides: Sequence[str]) -> None:
-    """Raise ConfigError if there are no overrides."""
-    expected = "arguments such as experiment=demo (about a minute), or trainer.epochs=300 for the defaults; --help lists all"
-    require(bool(overrides), "command line", expected, "none")
 
 
 def keys_of(overrides: Sequence[str]) -> set[str]:
