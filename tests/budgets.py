@@ -45,7 +45,7 @@ ROOMS = {
     ("launch/config",): Budget(801, 400),
     ("launch/run",): Budget(1_762, 1_658),
     ("launch/runtime",): Budget(665, 665),
-    ("launch/doctor", "launch/selftest"): Budget(966, 966),
+    ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
     ("reproduction",): Budget(2_088, 2_080),
     ("benchmarks",): Budget(3_155, 3_155),

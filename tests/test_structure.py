@@ -20,7 +20,7 @@ PETRA = (
     *("inplace_abn", "training", "elastic", "huggingface", "__main__"),
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
-LAUNCH = ("templates", "config", "runtime", "run", "elastic", "doctor", "selftest", "bench")
+LAUNCH = ("templates", "config", "runtime", "run", "elastic", "doctor", "bench", "selftest")
 """Rooms of launch/, from the bottom up. The commands at its root come last. ``reproduction/`` is above them all."""
 
 

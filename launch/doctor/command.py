@@ -55,8 +55,7 @@ def examine(config: Config, process: Process) -> None:
     try:
         with process.process_group(device, config.trainer.timeout):
             set_numerics(config.trainer)
-            found = inspect_machine(process, device, requested=config.trainer.device)
-            reports = all_gather_objects(found)
+            reports = all_gather_objects(inspect_machine(process, device, requested=config.trainer.device))
             links = measure_links(device, config.dp) if process.world > 1 else {}
             speeds = [] if config.cluster.machines is None else measure_speeds(device)
     except RuntimeError as error:  # the base class of torch.distributed's errors

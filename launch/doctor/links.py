@@ -24,8 +24,6 @@ SLOWER = 3
 """Factor by which a link must be slower than the median of its kind to be a problem."""
 SIZE, SECONDS = 1024, 0.3
 """Order of the matrices that are multiplied, and the time to measure for."""
-
-
 Links = dict[tuple[int, int], Connection]
 """The connection between two ranks, the lower one first."""
 

@@ -10,7 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from itertools import accumulate, pairwise
 from pathlib import Path
 
@@ -61,8 +61,7 @@ def inspect_machine(process: Process, device: torch.device, *, requested: str = 
         device: Device that it would train on.
         requested: ``trainer.device`` in the configuration.
     """
-    on_gpu = device.type == "cuda"
-    properties = torch.cuda.get_device_properties(device) if on_gpu else None
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     memory = properties.total_memory if properties else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     node = os.environ.get("GROUP_RANK", "0")
     problems = [*_gpu_problems(device, requested), *_container_problems(device), *_network_problems(process)]
@@ -145,12 +144,8 @@ def _network_problems(process: Process) -> Iterator[str]:
 
 
 def _versions() -> dict[str, str]:
-    try:
-        petra = version("petra")
-    except PackageNotFoundError:
-        petra = "not installed"
     versions = {
-        "petra": petra,
+        "petra": next((found.version for found in distributions(name="petra")), "not installed"),
         "Python": platform.python_version(),
         "PyTorch": torch.__version__,
         "CUDA": torch.version.cuda or "none",

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -77,10 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="petra-selftest") as folder:
         if world:
-            results = run_here(trials, given.timeout, given.out)
+            results = run_here(trials, given.timeout, given.out, partial(write_report, trials, gpus, tiny, given.out))
         else:
             results = run_all(trials, given.timeout, time.monotonic() + 60 * given.minutes, Path(folder))
-        if os.environ.get("RANK", "0") == "0" and write_report(trials, results, gpus, tiny, given.out):
+        if os.environ.get("RANK", "0") != "0":
+            return
+        parts = write_report(trials, gpus, tiny, given.out, results)
+        rows = [(part["name"], str(part["processes"]), f"{part['duration']:.0f}", part["result"]) for part in parts]
+        print(
+            f"{table(('part', 'processes', 'seconds', 'result'), rows, aligned=True)}\nreport: {given.out / 'selftest.md'}",
+            flush=True,
+        )
+        if any(part["result"].startswith("failed") for part in parts):
             for name in ("selftest.json", "selftest.md"):
                 shutil.copy(given.out / name, folder)
             archive(Path(folder), given.out / "selftest.tar.gz")
@@ -102,7 +111,6 @@ def run_all(trials: Sequence[Trial], timeout: float, end: float, folder: Path) -
         while left:
             seconds = min(end - time.monotonic(), STARTING + len(left) * (timeout + (COMPILING if compiled else EACH)))
             if seconds < 5:
-                results |= {trial.name: {"result": LEFT_OUT, "duration": 0.0} for trial in left}
                 break
             own = folder / f"start_{len([*folder.iterdir()]) + 1}"
             own.mkdir()
@@ -139,8 +147,13 @@ def start_processes(arguments: Sequence[str], processes: int, seconds: float, fo
     return f"ended with status {status}" if status else None
 
 
-def run_here(trials: Sequence[Trial], timeout: float, folder: Path) -> Results:
-    """Run parts one after the other in this process and the others of its group. The first one writes and returns the findings."""
+def run_here(
+    trials: Sequence[Trial], timeout: float, folder: Path, report: Callable[[Results], object] = lambda results: None
+) -> Results:
+    """Run parts one after the other in this process and the others of its group.
+
+    The first process writes and returns the findings. Before each part it calls ``report``, in case that this one never ends.
+    """
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True  # as in training by default
     results: Results = {}
@@ -150,6 +163,8 @@ def run_here(trials: Sequence[Trial], timeout: float, folder: Path) -> Results:
             for trial in trials:
                 print(heading(trial.name), file=sys.stderr, flush=True)
                 started, saved = time.monotonic(), folder / "checkpoints" / trial.name
+                if process.first:
+                    report(results | {trial.name: {"result": "failed: did not end", "duration": 0.0}})
                 findings = PARTS[trial.part]({"folder": str(saved), **trial.options}, device, process)
                 results[trial.name] = {"findings": findings, "duration": round(time.monotonic() - started, 1)}
                 if process.first:
@@ -159,20 +174,17 @@ def run_here(trials: Sequence[Trial], timeout: float, folder: Path) -> Results:
     return results
 
 
-def write_report(trials: Sequence[Trial], results: Results, gpus: int, tiny: bool, out: Path) -> bool:
-    """Judge the findings, write the report, and print its table. Return whether a part failed."""
+def write_report(trials: Sequence[Trial], gpus: int, tiny: bool, out: Path, results: Results) -> list[dict[str, Any]]:
+    """Judge the findings and write the report. Return what it says of each part."""
     findings, parts = {name: row["findings"] for name, row in results.items() if "findings" in row}, []
     for trial in trials:
         row = results.get(trial.name, {"result": LEFT_OUT, "duration": 0.0})
-        row.setdefault("result", judge(trial, row.get("findings", {}), findings))
+        row = {"result": judge(trial, row.get("findings", {}), findings), **row}
         parts.append({"part": trial.part, "name": trial.name, "processes": trial.processes, "options": trial.options, **row})
     content = {"gpus": gpus, "tiny": tiny, "parts": parts}
     (out / "selftest.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
-    text = markdown(content)
-    (out / "selftest.md").write_text(text, encoding="utf-8")
-    rows = [(part["name"], str(part["processes"]), f"{part['duration']:.0f}", part["result"]) for part in parts]
-    print(f"{table(('part', 'processes', 'seconds', 'result'), rows, aligned=True)}\nreport: {out / 'selftest.md'}", flush=True)
-    return any(part["result"].startswith("failed") for part in parts)
+    (out / "selftest.md").write_text(markdown(content), encoding="utf-8")
+    return parts
 
 
 def markdown(found: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from petra.models import MODELS
 from petra.reversible import Coupling
 from petra.training import Checkpoints, restore, sgd
 
+from ..bench.contestants import Batches
 from ..doctor.command import report_text
 from ..doctor.links import measure_links
 from ..doctor.machine import find_differences, inspect_machine
@@ -36,34 +37,16 @@ Options = dict[str, Any]
 Findings = dict[str, Any]
 
 
-class RandomData:
-    """Microbatches that depend on their number only. Four inputs are made in advance, so that making them takes no time.
+class Copies(Batches):
+    """Microbatches that have their samples several times, one copy after the other: one for each replica."""
 
-    Args:
-        copies: How often each microbatch has its samples, one copy after the other.
-    """
-
-    def __init__(self, inputs: TensorSpec, classes: int, copies: int = 1) -> None:
-        self._classes, tokens, size = classes, not inputs.dtype.is_floating_point, inputs.shape[0] // copies
-        self.targets_spec = TensorSpec((inputs.shape[0] * (inputs.shape[1] if tokens else 1),), torch.int64)
-        self._copies, generator, shape = copies, torch.Generator().manual_seed(0), (size, *inputs.shape[1:])
-        made = [
-            torch.randint(classes, shape, generator=generator) if tokens else torch.randn(shape, generator=generator)
-            for _ in range(4)
-        ]
-        self._made = [torch.cat([x] * copies) for x in made]
-
-    def inputs(self, m: int) -> Tensor:
-        """Return one of the inputs."""
-        return self._made[m % 4]
-
-    def targets(self, m: int) -> Tensor:
-        """Return random classes."""
-        size = (self.targets_spec.shape[0] // self._copies,)
-        return torch.randint(self._classes, size, generator=torch.Generator().manual_seed(m)).repeat(self._copies)
+    def __init__(self, inputs: TensorSpec, k: int, classes: int, copies: int) -> None:
+        super().__init__(replace(inputs, shape=(inputs.shape[0] // copies, *inputs.shape[1:])), k, classes)
+        self.x, self.y = (torch.cat([t] * copies, 1) for t in (self.x, self.y))
+        self.targets_spec = TensorSpec((*self.y.shape[1:],), torch.int64)
 
 
-def build(options: Options, device: torch.device) -> tuple[Pipeline, RandomData]:
+def build(options: Options, device: torch.device) -> tuple[Pipeline, Copies]:
     """Build a pipeline with a watchdog, and its data.
 
     Args:
@@ -98,7 +81,7 @@ def build(options: Options, device: torch.device) -> tuple[Pipeline, RandomData]
         quiet = 2 * len(pipeline.plan.stages) + 2
         pipeline.hooks.append(WarmUp(pipeline.plan, pipeline.stages, pipeline.device))
     pipeline.hooks.append(Watchdog(pipeline.workers, pipeline.rank, options.get("patience", 20.0), quiet=quiet))
-    return pipeline, RandomData(inputs, classes, dp)
+    return pipeline, Copies(inputs, 4, classes, dp)
 
 
 def inspect(options: Options, device: torch.device, process: Process) -> Findings:
@@ -194,15 +177,24 @@ def _digest(pipeline: Pipeline) -> str:
 
 
 def resume(options: Options, device: torch.device, process: Process) -> Findings:
-    """Save a checkpoint in the background, train on, and return whether a pipeline that resumes from it has the same weights."""
+    """Save a checkpoint in the background, train on, and return whether a pipeline that resumes from it has the same weights.
+
+    Return None instead if not all processes see the folder.
+    """
+    folder = Path(options["folder"])
+    if process.first:
+        folder.mkdir(parents=True, exist_ok=True)
+    all_gather_objects(None)  # the folder exists now
+    if not all(all_gather_objects(folder.exists())):
+        return {"equal": None}
     pipeline, data = build(options, device)
     pipeline.train(data, options["microbatches"])
-    saved = Checkpoints(Path(options["folder"]), background=True)
+    saved = Checkpoints(folder, background=True)
     saved.save(pipeline, {}, 1.0)
     pipeline.train(data, options["microbatches"])
     saved.wait()
     resumed, _ = build(options, device)
-    restore(resumed, Path(options["folder"]) / f"{options['microbatches']:09}")
+    restore(resumed, folder / f"{options['microbatches']:09}")
     resumed.train(data, options["microbatches"])
     return {"equal": _digest(pipeline) == _digest(resumed)}
 

@@ -19,6 +19,7 @@ from launch.doctor.links import LARGE_MESSAGE, Links
 from launch.doctor.machine import Report, find_differences, inspect_machine
 from launch.runtime.rank import Process
 from launch.selftest.command import run_all, write_report
+from launch.selftest.evidence import heading, reasons
 from launch.selftest.parts import PARTS
 from launch.selftest.plan import LARGEST_DIFFERENCE, Trial, judge, plan
 from petra import METHODS
@@ -154,6 +155,7 @@ def test_parts_on_the_cpu() -> None:
     assert PARTS["blocks"]({}, CPU, ALONE)["difference"] < 1e-5
     speed = PARTS["speed"](TINY, CPU, ALONE)
     assert min(speed["samples_per_second"], speed["peak_bytes"], speed["predicted_bytes"]) > 0
+    assert PARTS["resume"]({"folder": "missing"}, CPU, Process(1, 2, 1, 2)) == {"equal": None}
     first, second = (PARTS["train"]({**TINY, "microbatches": count}, CPU, ALONE) for count in (4, 5))
     assert first["repeatable"]
     assert first["digest"] != second["digest"]
@@ -167,6 +169,7 @@ def test_what_counts_as_a_failure() -> None:
     assert result({"difference": 2 * LARGEST_DIFFERENCE}, tolerance=0.1) == "passed"
     assert "differ" in result({"difference": float("nan"), "repeatable": True})
     assert "two runs" in result({"difference": 0.0, "repeatable": False})
+    assert result({"equal": None}).startswith("left out: the folder")
     assert "without petra" in result({"equal": False}, "exchange")
     assert result({"message_bytes": 10**6}, least_bytes=2 * 10**6) == "failed: messages have 1.0 MB, fewer than 2"
     assert result({"digest": "b"}, same_as="one") == result({"digest": "a"}, same_as="not run") == "passed"
@@ -179,5 +182,8 @@ def test_a_part_that_fails_is_reported_with_its_reason(tmp_path: Path) -> None:
     found = run_all(trials[:1], 60, time.monotonic() + 100, tmp_path) | run_all(trials[1:], 60, time.monotonic(), tmp_path)
     assert found["wrong"]["result"].startswith("failed: rank 0: error: trainer.device: expected ")
     assert "got tpu" in found["wrong"]["result"]
-    assert write_report(trials, found, 0, True, tmp_path)
-    assert found["late"]["result"] == "left out: no time"
+    (log,) = tmp_path.rglob("stderr.log")
+    log.write_text(f"error: of an earlier part\n{heading('own')}\nerror: own\n")
+    assert reasons(tmp_path, "own") == ["rank 0: error: own"]
+    results = [part["result"] for part in write_report(trials, 0, True, tmp_path, found)]
+    assert results == [found["wrong"]["result"], "left out: no time"]
