@@ -39,7 +39,7 @@ def rows(found: Found) -> Iterator[tuple[str, ...]]:
                 *(f"{median(a / b for a, b in pair):.2f}" if pair else "" for pair in pairs),
                 f"{100 * max(entry['idle']):.0f}",
                 f"{entry['host_us']:.0f}" if "host_us" in entry else "",
-                f"{entry['gbps']:.2f}",
+                f"{entry['gbps']:.3g}",
                 f"{reserved / 1e9:.3g}" if reserved else "",
                 f"{reserved / predicted:.2f}" if predicted else "",
             )

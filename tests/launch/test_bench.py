@@ -77,7 +77,7 @@ def test_contestants_alternate_at_their_best_sizes_and_failures_are_named(
         assert "say nothing about GPUs" in text
     (row,) = (line for line in printed.splitlines() if "| PETRA  " in line)
     cells = [cell.strip() for cell in row.split("|")[3:-1]]
-    assert cells == ["2", "400", "400", "400", "2.00", "4.00", "50", "50", "2.00", "3", "1.50"]
+    assert cells == ["2", "400", "400", "400", "2.00", "4.00", "50", "50", "2", "3", "1.50"]
     assert page.count("<svg") == 1
 
 
