@@ -127,14 +127,9 @@ def train_rank(rank: int, case: Case) -> Outcome:
     return train(case, torch.device("cuda", rank))
 
 
-def compare(case: Case) -> float:
-    """Return how much the weights differ between the emulated device and the CPU."""
-    return train(case, "cuda").difference(train(case, "cpu"))
-
-
-def synchronizations(case: Case, device: str = "cuda") -> dict[str, int]:
+def synchronizations(rank: int, case: Case) -> dict[str, int]:
     """Train on the emulated device; return the places where the host waited in training, and how often."""
-    pipeline = case.pipeline(device)
+    pipeline = case.pipeline(f"cuda:{rank}")
     with emulated.watch_syncs() as found:
         pipeline.train(case.source(), case.microbatches)
     return {f"{sync.kind} {sync.what} at {sync.place}": count for sync, count in found.items()}
@@ -143,8 +138,3 @@ def synchronizations(case: Case, device: str = "cuda") -> dict[str, int]:
 def train_cpu_rank(rank: int, case: Case) -> Outcome:
     """Train in one of several processes on the CPU."""
     return train(case, "cpu")
-
-
-def synchronizations_rank(rank: int, case: Case) -> dict[str, int]:
-    """Return the synchronizations in training in one of several processes; see :func:`synchronizations`."""
-    return synchronizations(case, f"cuda:{rank}")

@@ -10,13 +10,10 @@ from tests.emulated import device as emulated
 from tests.emulated.processes import run
 from tests.emulated.runs import Case
 
-REFUSED = "torch DDP, bf16 messages"
-"""Asks for the version of CUDA."""
-
 
 def measured(rank: int) -> dict[str, dict[str, Any]]:
-    """Measure all contestants with small networks."""
-    trials = [Measurement(work, name, 1, 1, tiny=True, details=True) for work in TINY for name in CONTESTANTS if name != REFUSED]
+    """Measure the contestants with small networks, besides "torch DDP, bf16 messages", which asks for the version of CUDA."""
+    trials = [Measurement(work, name, 1, 1, tiny=True, details=True) for work in TINY for name in CONTESTANTS[:-1]]
     return {f"{trial.work}: {trial.contestant}": measure(trial, torch.device("cuda", rank), rank, 2) for trial in trials}
 
 
@@ -43,7 +40,7 @@ def launches(case: Case) -> float:
     return (counts[2] - counts[1]) / 8
 
 
-@pytest.mark.parametrize(("net", "most"), [("revnet18", 386), ("revnet50", 882), ("revgpt", 423)])
+@pytest.mark.parametrize(("net", "most"), [("revnet18", 353), ("revnet50", 812), ("revgpt", 423)])
 def test_a_microbatch_takes_no_more_launches_than_before(net: str, most: int) -> None:
     (found,) = run(launches, Case(net=net))
     assert found <= most

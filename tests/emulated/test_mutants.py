@@ -96,7 +96,7 @@ def train_alone(name: str, settings: dict[str, Any]) -> dict[str, int]:
     """Train a mutant in one process; return the unlisted synchronizations."""
     MUTANTS[name][0]()
     case = runs.Case(microbatches=40, **SETTINGS["fp16"])
-    return excess(runs.synchronizations(case), case)
+    return excess(runs.synchronizations(0, case), case)
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -60,14 +60,16 @@ def test_two_readers_of_one_source_do_not_read_at_the_same_time(thread: ThreadPo
 
 
 class Event:
-    """A CUDA event of a GPU that finishes nothing before the host waits for it."""
+    """A CUDA event of a GPU that finishes nothing before the host waits for it. Only the oldest one may be waited for."""
 
     waited = recorded = 0
 
     def record(self) -> None:
+        self.number = Event.recorded
         Event.recorded += 1
 
     def synchronize(self) -> None:
+        assert self.number == Event.waited
         Event.waited += 1
 
     def query(self) -> bool:
