@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from petra import Method, Pipeline
 from petra.analysis.timeline import main, write_timeline
 from petra.diagnostics import recorder as recording
 from petra.diagnostics.events import Interval, Kind, split_waits
@@ -21,12 +20,8 @@ from tests.support.nets import RandomSource, mixed
 from tests.support.processes import run_processes
 
 
-def built(method: str | Method = "petra", **options: object) -> Pipeline:
-    return mixed(method=method, seed=2, **options)
-
-
 def test_only_the_first_microbatches() -> None:
-    pipeline = built()
+    pipeline = mixed()
     with pipeline.hooks.attached(Recorder(pipeline, first=4)) as recorder:
         for _ in range(3):
             pipeline.train(RandomSource(), 3)
@@ -58,7 +53,7 @@ def test_sums_equal_the_intervals_without_storing_them(events: bool, monkeypatch
     for build in (Recorder, StageTimes):
         clock = count()
         monkeypatch.setattr(recording.time, "perf_counter", lambda clock=clock: float(next(clock)))
-        pipeline = built(k=2, stages=3)
+        pipeline = mixed(k=2, stages=3)
         timer = build(pipeline)
         if events:
             monkeypatch.setattr(timer, "now", lambda clock=clock: Event(float(next(clock))))
@@ -100,7 +95,7 @@ def test_receive_is_split_where_its_message_left() -> None:
 
 
 def recorded(rank: int, transport: str) -> tuple[list[Interval], float, dict[str, float]]:
-    pipeline = built(runtime=Runtime(transport=transport), stages=3)
+    pipeline = mixed(runtime=Runtime(transport=transport), stages=3)
     recorder, times = Recorder(pipeline), StageTimes(pipeline)
     pipeline.measures.append(times.metrics)
     with pipeline.hooks.attached(recorder), pipeline.hooks.attached(times):
