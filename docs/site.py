@@ -134,6 +134,7 @@ def rewrite(found: griffe.Object) -> None:
     """Rewrite the docstrings of an object and of all objects in it."""
     if found.docstring is not None:
         text = re.sub(r":(?:class|func|meth|data|mod|attr):(`[^`]+`)", r"\1", found.docstring.value)
+        text = re.sub(r" ?::$", ":", text, flags=re.MULTILINE)  # an indented block follows, which Markdown shows as code
         found.docstring.value = SHARED.sub(one_by_one, text)
     for member in found.members.values():
         if isinstance(member, griffe.Object):
