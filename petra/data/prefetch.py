@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -77,6 +78,7 @@ class Prefetcher(Generic[Result]):
         if resource.RLIM_INFINITY != limit < len(os.listdir("/dev/fd")) + FILES_PER_WORKER * self._workers:
             # A loader whose start fails halfway prints a traceback when it is deleted.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores: data.workers says how many
         loader = DataLoader(
             self._function,
             batch_size=None,

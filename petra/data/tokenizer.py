@@ -233,8 +233,7 @@ def require_no_tokens(folder: Path) -> None:
     Raises:
         ConfigError: If it contains token files, or is a file.
     """
-    require(not folder.is_file(), "--out", "a folder", folder)
-    require(not any(folder.glob("*.bin")), "--out", "a folder without token files", folder)
+    require(not (folder.is_file() or any(folder.glob("*.bin"))), "--out", "a folder without token files", folder)
 
 
 def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -278,8 +277,7 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
                 for (part, text), encoding in zip(batch, encodings, strict=True):
                     writers[part].add([delimiter, *encoding.ids], text)
             for part, writer in writers.items():
-                option = OPTIONS.get(part, "text files")
-                require(writer.facts["documents"] > 0, option, f"at least one document for {part}", "none", DataError)
+                require(writer.facts["documents"] > 0, OPTIONS.get(part, "text files"), f"a document for {part}", "none", DataError)
                 writer.flush()
             vocabulary = {"classes": classes, "delimiter": delimiter, "vocabulary": fingerprint(tokenizer)}
             facts = vocabulary | {part: writer.facts for part, writer in writers.items()}

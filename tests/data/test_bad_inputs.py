@@ -184,6 +184,7 @@ def lowercase(folder: Path) -> None:
         (write("a.txt", b"\0" * 99), ["a.txt"], r"a\.txt: expected text in UTF-8, got a NUL byte"),
         (copy("a.txt", "b.txt"), ["a.txt", "--validation", "b.txt"], rf"b\.txt: {OTHER} a\.txt"),
         (copy("a.txt", "b.txt"), ["a.txt", "--separator", "<end>"], "--separator: expected a text that occurs in the files"),
+        (write("out", b""), ["a.txt", "--vocabulary", "none.json"], "--out: expected a folder without"),  # before all else
         (lowercase, ["a.txt", "--vocabulary", "lower.json"], "expected a vocabulary that gives the text back, got 'some"),
     ],
 )

@@ -49,11 +49,13 @@ def eventually(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def test_workers_exit_after_the_last_number() -> None:
+def test_workers_exit_after_the_last_number(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0})  # torch warns of more workers than cores
     prefetch = Prefetcher(doubled, workers=2, stop=3, timeout=2e6)
     for _ in range(2):
         assert [prefetch(m)[0].item() for m in range(3)] == [0, 2, 4]
         assert not multiprocessing.active_children()
+    assert not recwarn.list
 
 
 def test_a_worker_whose_parent_ends_before_it_starts_exits() -> None:

@@ -59,10 +59,11 @@ def test_documents_are_delimited_and_divided(tmp_path: Path, monkeypatch: pytest
     assert data.train.inputs(torch.tensor([0]), None)[0, 0] == 0
 
 
-def test_equal_documents_are_on_one_side(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 2))
+def test_equal_documents_are_on_one_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, "long " * 9999] * 2))
     main(f"{tmp_path}/a.jsonl --out {tmp_path}/tokens --vocabulary 300 --validation 0.3".split())
     assert not {*decoded(tmp_path / "tokens", "train")} & {*decoded(tmp_path / "tokens", "val")}
+    assert re.search(r"warning: val has \d+% of the bytes \(--validation=0\.3\)", capsys.readouterr().out)
 
 
 def test_files_for_other_parts_and_a_given_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,10 +105,7 @@ def test_words_are_divided_only_if_they_are_long() -> None:
     assert [found.encode(text).ids for text in texts] == ids
 
 
-TEST = ["--test", "0.05"]
-
-
-@pytest.mark.parametrize(("sizes", "test"), [((3000,), TEST), ((5000, 1, 2), TEST), ((2000, 2500), [])])
+@pytest.mark.parametrize(("sizes", "test"), [((3000,), ["--test", "0.05"]), ((5000, 1, 2), ["--test", "0.05"]), ((2000, 2500), [])])
 def test_few_documents_give_about_the_asked_fraction(sizes: tuple[int, ...], test: list[str], tmp_path: Path) -> None:
     texts = [f"Chapter {size}: " + "".join(f"na\u00efve {i}, " for i in range(size)) for size in sizes]
     for i, text in enumerate(texts):

@@ -18,7 +18,7 @@ from petra.errors import DataError
 from petra.inplace_abn.class_uniform import ClassUniform
 from petra.inplace_abn.crops import random_window, scaled
 from petra.inplace_abn.label_maps import SampleIndex
-from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES
+from petra.inplace_abn.segmentation import CITYSCAPES_CLASSES, class_names
 from petra.specs import IGNORED
 
 CLASSES = 4
@@ -218,5 +218,5 @@ def test_cocostuff_has_the_91_classes_of_stuff(tmp_path: Path) -> None:
         for name in ("000000000009", "000000000010"):
             save(tmp_path / "images" / split / f"{name}.jpg", np.zeros((1, 183, 3), np.uint8))
     data = load_dataset("cocostuff", root=tmp_path, size=184, height=8)
-    assert (data.classes, data.train.count) == (91, 1)
+    assert (data.classes, data.train.count, class_names("cocostuff", 0)[5], class_names("camvid", 0)[5]) == (91, 1, "bush", "Tree")
     assert all_targets(data)[0, 0, :183].tolist() == [IGNORED] * 91 + [*range(91)] + [IGNORED]

@@ -54,6 +54,7 @@ def test_errors_appear_before_torch_is_imported() -> None:
         "launch.train --nproc 2 data=mnist": "data: expected camvid, cifar10, ",
         "launch.train": "command line: expected arguments such as experiment=demo (about a minute)",
         "launch.evaluate nowhere": "command line: expected the folder of a run, got nowhere without a config.yaml",
+        "launch.evaluate run=x": "command line: expected the folder of a run first (petra COMMAND RUN), got run=x",
         "launch.compare nowhere --out x.foo": "--out: expected a file name that ends in .png, .svg or .pdf, got x.foo",
     }
     ended = python(IMPORTS, json.dumps([line.split() for line in expected]), env={"PYTHONWARNINGS": "ignore"})

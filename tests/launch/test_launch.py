@@ -118,6 +118,7 @@ test_errors_of_hydra_are_one_line = refuses(
     ("trainer.epoch=3", "trainer.epoch: no such key; did you mean trainer.epochs?"),
     ("epochs=3", "epochs: no such key; did you mean trainer.epochs?"),
     ("modle=revnet18", "modle: no such key; did you mean model?"),
+    ("experiment=petra/quickk", "experiment: expected petra/quick, cifar10_short, "),
 )
 
 

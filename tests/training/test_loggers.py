@@ -48,6 +48,8 @@ def test_rows_of_a_resumed_run_are_those_of_an_uninterrupted_one() -> None:
 def test_rows_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     assert read_rows(path) == []
+    with pytest.raises(DataError, match=r"rows\.jsonl: cannot be written"):
+        JsonLines(tmp_path / "deleted" / "rows.jsonl").log({"a": 1})
     JsonLines(path).log({"a": 1})
     JsonLines(path).log({"a": 2})
     with path.open("a") as file:
