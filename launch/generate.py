@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import iterdecode
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -67,13 +67,15 @@ def vocabulary(config: Config, path: str | None, weights: SavedWeights) -> tuple
         PetraError: If the vocabulary is missing, can't be read, or is another one.
     """
     if config.data.name == "text":
-        return lambda text: list(text.encode()), _decode_bytes, None
+        require(path is None, "--vocabulary", "none for a run on bytes (data=text)", path)
+        return lambda text: list(text.encode()), lambda tokens: iterdecode((bytes([t]) for t in tokens), "utf-8", "replace"), None
     file = Path(path) if path else Path(config.data.options.get("root") or ".") / VOCABULARY
     tokenizer = load_vocabulary(file)
     size, classes = tokenizer.get_vocab_size(), config.data.classes
     require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
     weights.require_vocabulary(str(file), fingerprint(tokenizer))
-    delimiter = delimiter_of(tokenizer)
+    delimiter, masked = delimiter_of(tokenizer), config.model.options.get("delimiter")
+    require(masked is None or delimiter in (None, masked), "model.delimiter", f"null or {delimiter}, as in {file}", masked)
     first = [] if delimiter is None else [delimiter]
 
     def decode(tokens: Iterable[int]) -> Iterator[str]:
@@ -84,13 +86,6 @@ def vocabulary(config: Config, path: str | None, weights: SavedWeights) -> tuple
         yield from filter(None, (stream.step(tokenizer, token) for token in tokens))
 
     return lambda text: [*first, *tokenizer.encode(text, add_special_tokens=False).ids], decode, delimiter
-
-
-def _decode_bytes(tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of UTF-8 bytes, each character once it is complete."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in tokens:
-        yield decoder.decode(bytes([token]))
 
 
 if __name__ == "__main__":

@@ -102,9 +102,8 @@ class Candidate:
 
     def setting(self) -> list[str]:
         """Return the keys of a configuration that select the method, its partition and its delays."""
-        (name, _, kept), delay = self.method.name.partition(", method.keep="), self.method.delay
-        name = name.partition(",")[0]
-        chosen: dict[str, object] = {"method": name, **({"method.keep": kept} if kept else {})}
+        (name, *words), delay = self.method.name.split(", "), self.method.delay
+        chosen: dict[str, object] = {"method": name, **dict(word.split("=") for word in words if word.startswith("method."))}
         if {*self.tuned.stages} != {1}:  # by default, each block is a stage
             chosen["trainer.stages"] = list(self.tuned.stages)
         if delay not in ((), METHODS[name].delay):
@@ -170,8 +169,10 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, {})
     own, methods = setup.plan.method, [*PREDICTED.values(), AUTO_DELAY]
-    if own.keep != METHODS.get(own.name, own).keep:
-        methods.append(replace(own, name=f"{own.name}, method.keep={config.method.keep}"))
+    given, usual = {"keep": config.method.keep, "delay": config.method.delay}, METHODS.get(own.name, own)
+    changed = [f"method.{key}={value}" for key, value in given.items() if value not in ("auto", getattr(usual, key))]
+    if changed:
+        methods.append(replace(own, name=", ".join([own.name, *changed])))
     for method in methods:
         memories, tune_delay = None if method is ZB_H1 else predicted, method is AUTO_DELAY
         try:
@@ -188,14 +189,12 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     rows.sort(key=lambda row: row.prediction.period)
     trained = [row for row in rows if row.memory]
     if rows:
-        lines.append(table(HEADER, [row.cells(samples) for row in rows], aligned=True))
-    if len(trained) < len(rows):
-        lines.append(NOT_TRAINED)
+        lines += [table(HEADER, [row.cells(samples) for row in rows], aligned=True), *[NOT_TRAINED] * (len(trained) < len(rows))]
     if trained:
         best = recommend(trained)
         several = ["--nproc", str(count * config.dp)] if count * config.dp > 1 else []
         lines.append(f"recommended: {' '.join(best.setting())}")
-        others = [override for override in overrides if not override.startswith("method")]
+        others = [word for word in overrides if not word.startswith(("method", "trainer.stages=", "trainer.memory_limit="))]
         lines.append(f"to train: {shlex.join(['petra', 'train', *several, *others, *best.setting()])}")
         device = max(range(count), key=lambda j: best.memory[j].total)
         parts = (f"{part} {getattr(best.memory[device], part) / 1e9:.3g}" for part in MEMORY_PARTS)

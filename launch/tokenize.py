@@ -81,9 +81,8 @@ def tokenize(options: argparse.Namespace) -> None:
         if not fraction / 2 < (share := facts[part]["bytes"] / size) < 1.5 * fraction:
             print(f"warning: {part} has {share:.0%} of the bytes ({OPTIONS[part]}={fraction})")
     for name in filter(facts.get, PARTS):
-        part = facts[name]
-        mean = part["bytes"] / part["tokens"]
-        print(f"{name}: {part['documents']:,} documents, {part['tokens']:,} tokens, {mean:.2f} bytes per token")
+        count, tokens, text = (facts[name][key] for key in ("documents", "tokens", "bytes"))
+        print(f"{name}: {count:,} documents, {tokens:,} tokens, {text / tokens:.2f} bytes per token")
     print(f"train with: data=tokens data.root={options.out} data.classes={facts['classes']} model.delimiter={facts['delimiter']}")
 
 

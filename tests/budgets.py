@@ -30,18 +30,18 @@ ROOMS = {
     ("petra/plan",): Budget(935, 935),
     ("petra/transport",): Budget(695, 700),
     ("petra/engine",): Budget(1_918, 1_918),
-    ("petra/engine/options",): Budget(2_284, 2_284),
+    ("petra/engine/options",): Budget(2_285, 2_285),
     ("petra/staleness",): Budget(447, 447),
     ("petra/training",): Budget(1_771, 1_771),
     ("petra/data",): Budget(1_908, 1_908),
     ("petra/models",): Budget(1_721, 1_721),
     ("petra/inplace_abn",): Budget(1_964, 1_964),
     ("petra/elastic", "launch/elastic"): Budget(999, 999),
-    ("petra/huggingface",): Budget(1_367, 1_367),
+    ("petra/huggingface",): Budget(1_370, 1_370),
     ("petra/diagnostics",): Budget(838, 838),
     ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(398, 398),
-    ("launch/*.py", "launch/templates"): Budget(1_072, 1_072),
+    ("launch/*.py", "launch/templates"): Budget(1_065, 1_065),
     ("launch/config",): Budget(801, 400),
     ("launch/run",): Budget(1_762, 1_658),
     ("launch/runtime",): Budget(665, 665),
@@ -54,7 +54,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_055, 26_948)
+BOTH = Budget(27_050, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_018, 6_018)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

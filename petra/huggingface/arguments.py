@@ -120,8 +120,7 @@ class WeightedLoss:
     """
 
     def __init__(self, loss: Loss) -> None:
-        self._loss, self.outputs = loss, getattr(loss, "outputs", (1,))
-        self.weights: deque[float] = deque()
+        self._loss, self.outputs, self.weights = loss, getattr(loss, "outputs", (1,)), deque[float]()
 
     def __call__(self, *tensors: Tensor) -> Tensor:
         return self._loss(*tensors) * self.weights.popleft()

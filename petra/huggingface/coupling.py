@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, check_types, invalid, require
-from petra.reversible import Coupling, Gradients
+from petra.reversible import Coupling, Gradients, ReversibleBlock
 from petra.specs import Streams, as_streams
 
 STEP, BITS = 2.0**-15, 24
@@ -47,6 +47,7 @@ class Momentum:
 
 def coupled(blocks: Mapping[str, nn.Module], coupling: Momentum) -> dict[str, nn.Module]:
     """Return the blocks of a model, the first layers of which are couplings."""
+    require(isinstance(coupling, Momentum), "coupling", "None or a Momentum", coupling)
     names, last, gamma = list(blocks), coupling.layers, coupling.gamma
     require(last <= len(names) - 2, "coupling.layers", f"at most {len(names) - 2}, those of the model", last)
     layers = {name: _Coupled(blocks[name], gamma, first=name == names[1]) for name in names[1 : last + 1]}
@@ -56,6 +57,8 @@ def coupled(blocks: Mapping[str, nn.Module], coupling: Momentum) -> dict[str, nn
 
 class _Coupled(Coupling):
     """(x1, x2) → (x2, x2 + γ (x2 - x1) + (1 - γ) f(x2)), a :class:`Coupling` of -γ x1 and x2. ``first`` expects x1 = x2."""
+
+    enable_exact_streams = ReversibleBlock.enable_exact_streams  # refuses
 
     def __init__(self, block: nn.Module, gamma: float, *, first: bool) -> None:
         super().__init__(block)

@@ -50,9 +50,8 @@ def stack(batch: Mapping[str, Tensor], fields: Sequence[str] = FIELDS[:1], size:
         expected = "0, 1, 2, … with a restart at 0 for every document"
         require(torch.equal(positions(_from_positions(found)), found), "position_ids", expected, "others", DataError)
     if size is not None:
-        missing = size - rows.shape[2]
-        require(missing >= 0, "batch", f"rows of at most {size} tokens", f"{rows.shape[2]}", DataError)
-        rows = F.pad(rows, (0, missing))
+        require(rows.shape[2] <= size, "batch", f"rows of at most {size} tokens", f"{rows.shape[2]}", DataError)
+        rows = F.pad(rows, (0, size - rows.shape[2]))
     return rows if len(fields) > 1 else rows[:, 0]
 
 

@@ -42,7 +42,9 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
     whole = whole if lora is None else adapted(whole, lora)
     model = base_of(whole)
     untie(model)
-    for name, block in split(model, FIELDS[:1], None).items():
+    blocks, given = split(model, FIELDS[:1], None), {key.partition(".")[0] for key in state}
+    require(given == blocks.keys(), "state", f"weights of the blocks {', '.join(blocks)}", ", ".join(sorted(given)), ModelError)
+    for name, block in blocks.items():
         own = {key.removeprefix(f"{name}."): t for key, t in state.items() if key.startswith(f"{name}.")}
         own = {key.removeprefix("f.").removeprefix("block."): t for key, t in own.items()}  # of a coupling
         block.to(next(iter(own.values())).dtype)

@@ -70,7 +70,7 @@ class Coupling(ReversibleBlock):
 
     Args:
         f: Module that maps a tensor with the shape of x2, and the context streams if there are any, to a tensor with the shape of
-            x1. It must not modify its input in place.
+            x1; another shape raises a ModelError. It must not modify its input in place.
     """
 
     def __init__(self, f: nn.Module) -> None:

@@ -133,10 +133,13 @@ def hooked(kind: type[MLP] = MLP) -> nn.Module:
 def refused(rank: int) -> list[str]:
     """Return the messages of what two processes can't divide."""
     divided, spec = {"optimizer": sgd, "runtime": Runtime(tp=2)}, TensorSpec((4, 2, 8), torch.float32)
+    tied = MLP(LayerOptions(8, hidden=8))
+    tied.down = tied.up
     attempts: list[Callable[[], Pipeline]] = [
         lambda: pipeline("revgpt", 2, stages=1, optimizer=OPTIMIZERS["muon"]),
         lambda: make_pipeline(mixed_net(), RandomSource().spec, **divided),
         lambda: make_pipeline(Model("hooked", (BlockSpec("layer", hooked),)), spec, **divided),
+        lambda: make_pipeline(Model.of("tied", nn.Sequential(tied, nn.Flatten(), nn.Linear(16, 5))), spec, **divided, stages=1),
         lambda: make_pipeline(Model("misfit", (BlockSpec("layer", partial(hooked, Misfit)),)), spec, **divided),
     ]
     found = []
@@ -149,10 +152,11 @@ def refused(rank: int) -> list[str]:
 
 @pytest.mark.processes
 def test_what_needs_whole_layers_is_refused(tmp_path: Path) -> None:
-    muon, without, hooks, misfit = run_processes(2, refused, tmp_path, timeout=60)[0]
+    muon, without, hooks, tied, misfit = run_processes(2, refused, tmp_path, timeout=60)[0]
     assert "tp: expected 1 with an optimizer that needs whole parameters, or that isn't torch's, got Muon" in muon
     assert "tp: expected 1 for a model without layers that can be divided, got 2" in without
     assert "tp: expected parameters of up without hooks" in hooks
+    assert "tp: expected 1 with layers that occur twice, got up" in tied
     assert "tp: expected 1 with layers that can't be divided, got up: (2,) of Linear(in_features=8" in misfit
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from petra import ConfigError, ModelError, Numerics, Pipeline, TensorSpec
+from petra import Numerics, PetraError, Pipeline, TensorSpec
 from tests.support.nets import assert_equal, make_pipeline, sgd
+from tests.support.refusals import refuses
 
 pytest.importorskip("transformers")
 
@@ -16,7 +17,6 @@ from transformers import AutoModelForCausalLM
 from petra.huggingface import Momentum, from_pretrained, save_pretrained
 from tests.huggingface.models import LENGTH, batch_of, tiny
 from tests.huggingface.test_load import Padded
-from tests.support.refusals import refuses
 
 NAME = "LlamaForCausalLM"
 
@@ -55,8 +55,7 @@ def test_nothing_is_stored_and_gradients_are_exact_in_bf16(tmp_path: Path) -> No
         kinds = [type(runner).__name__ for stage in pipeline.stages.values() for runner in stage.runners]
         assert kinds.count("Reconstruct") == (3 if method == "reversible" else 0)
     assert_equal(states[0], states[1])
-    model = tiny(NAME, torch.float32, num_hidden_layers=4)
-    save_pretrained(model, states[0], tmp_path)
+    save_pretrained(tiny(NAME, torch.float32, num_hidden_layers=4), states[0], tmp_path)
     written = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     torch.testing.assert_close(written["model.layers.2.mlp.up_proj.weight"], states[0]["layer2.f.layer.mlp.up_proj.weight"])
 
@@ -70,5 +69,8 @@ test_what_does_not_fit_is_one_clear_error = refuses(
     (lambda: pipeline_of(tiny(NAME), "reversible"), r"^coupling\.layers: expected at most 2, those of the model, got 3$"),
     (Momentum, 3, 0.3, r"^coupling\.gamma: expected a power of two below 1, such as 0\.25, got 0\.3$"),
     (Momentum, 13, r"^coupling\.layers: expected 1 to 12 with gamma=0\.25, got 13$"),
-    kind=(ConfigError, ModelError),
+    (lambda: from_pretrained(tiny(NAME), coupling=0.5), "coupling: expected None or a Momentum, got 0.5"),  # type: ignore[arg-type]
+    (lambda: pipeline_of(tiny(NAME, num_hidden_layers=4), "reversible", Numerics(exact_streams=True)), "exact_streams: expected"),
+    (lambda: save_pretrained(tiny(NAME), {"head.w": torch.ones(1)}, "new"), "state: expected weights of .*, layer0, .*, got head"),
+    kind=PetraError,
 )

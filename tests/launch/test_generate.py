@@ -74,6 +74,7 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
         (["--temperature=1e-310"], "temperature: expected 0 for .* token, or a number from 1e-100 to .*, got 1e-310"),
         (["--prompt=a\udcff"], "--prompt: expected text in UTF-8, got 'a.udcff'"),
         (["--vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
+        (["model.delimiter=5"], "model.delimiter: expected null or 0, as in .*tokenizer.json, got 5"),
         (["model.hidden=31"], "RUN/model.safetensors: does not fit revgpt"),
         (["data.root=[x"], "data.root: expected a value in YAML"),
     ],

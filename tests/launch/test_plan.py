@@ -87,12 +87,13 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     recommended = re.search(r"recommended: (.*)", out).group(1).split()  # type: ignore[union-attr]
     pasted = shlex.split(re.search(r"to train: (.*)", out).group(1))  # type: ignore[union-attr]
     assert pasted == ["petra", "train", "--nproc", "4", *SMALL, "k=8", *recommended]
-    main(["--devices", "10", *SMALL, "dp=2", "optim.shard=true", "method=1f1b", "method.keep=input"])
+    own, chosen = ("method.keep=input", "method.delay=2"), ("trainer.stages=auto", "trainer.memory_limit=9")
+    main(["--devices", "10", *SMALL, "dp=2", "optim.shard=true", *chosen, "method=1f1b", *own])
     replicated = capsys.readouterr().out
     rows = {cells[1].strip(): cells for line in replicated.splitlines() if len(cells := line.split("|")) > 8}
-    assert float(rows["1f1b, method.keep=input"][6]) < float(rows["1f1b"][6]), "1F1B with recomputation has a row of its own"
+    assert float(rows[", ".join(["1f1b", *own])][6]) < float(rows["1f1b"][6]), "1F1B with recomputation has a row of its own"
     assert len(re.findall("method=", replicated.partition("to train: ")[2])) == 1, "the command has the recommended method only"
-    assert "trainer.stages" not in replicated, "each block is a stage by default"
+    assert not re.search(r"trainer\.(stages|memory_limit)", replicated), "each block is a stage by default"
     assert "to train: petra train --nproc 20 model=revnet18 " in replicated
     device, parts = re.search(r"fullest device, (\d), in GB: (.*)", out).groups()  # type: ignore[union-attr]
     overrides = [*SMALL, "k=8", *recommended, "trainer.transport=lockstep"]

@@ -218,11 +218,12 @@ class TensorReplicas(Replicas):
         for module in [*block.modules()]:
             divisible: Divisible | None = getattr(module, "divisible", None)
             for name, way in divisible(self._mesh.size()).items() if divisible else ():
+                layers = [own for _, own in block.named_modules(remove_duplicate=False) if own is module.get_submodule(name)]
+                require(len(layers) == 1, "tp", "1 with layers that occur twice", name, ModelError)
                 if way == SHARED:
                     self._shared.append(module.get_submodule(name))
                 else:
-                    parent, _, leaf = name.rpartition(".")
-                    setattr(module.get_submodule(parent), leaf, self._divide(name, module.get_submodule(name), way))
+                    module.set_submodule(name, self._divide(name, module.get_submodule(name), way))
         return block
 
     def _divide(self, name: str, layer: nn.Module, way: tuple[int, ...] | str) -> DividedLinear:
