@@ -44,7 +44,7 @@ ROOMS = {
     ("launch/*.py", "launch/templates"): Budget(1_065, 1_065),
     ("launch/config",): Budget(801, 400),
     ("launch/run",): Budget(1_762, 1_658),
-    ("launch/runtime",): Budget(665, 665),
+    ("launch/runtime",): Budget(660, 660),
     ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
     ("reproduction",): Budget(2_088, 2_080),
@@ -54,7 +54,7 @@ ROOMS = {
     ("docs",): Budget(290, 290),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_050, 26_948)
+BOTH = Budget(27_045, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_018, 6_018)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

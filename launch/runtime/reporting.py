@@ -52,10 +52,12 @@ def report_errors(process: Process) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.exit(CANCELLED)
     except Exception as error:
+        import torch
+
         from petra.distributed import is_communication_error
 
         where = getattr(error, "__notes__", ["before training"])[0]
-        if is_out_of_memory(error):
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error):  # torch has no class
             _exit_with_error(f"out of memory {where}: {first_sentence(error)}")
         if is_communication_error(error):
             _exit_after_lost_connection(f"communication between processes, {where}: {first_sentence(error)}")
@@ -78,13 +80,6 @@ def only_first_prints(process: Process) -> Iterator[None]:
     except SystemExit:
         time.sleep(ORIGIN_WAIT)
         raise
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the device or the host ran out of memory. torch has no error class for the host."""
-    import torch
-
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error)
 
 
 def first_sentence(error: Exception) -> str:
