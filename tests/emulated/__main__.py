@@ -4,5 +4,8 @@ from launch.run.markdown import table
 from tests.emulated.test_training import CASES, WAYS, difference
 
 if __name__ == "__main__":
-    rows = [(name, *(f"{found:.0e}" if (found := difference(name, way)) else "equal" for way in WAYS)) for name in CASES]
-    print(table(("run", *WAYS), rows))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in CASES:
+        cells = [f"{found:.0e}" if (found := difference(name, way)) else "equal" for way in WAYS]
+        groups.setdefault((*cells,), []).append(name)
+    print(table(("runs", *WAYS), [(", ".join(names), *cells) for cells, names in groups.items()]))

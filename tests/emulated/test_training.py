@@ -54,8 +54,7 @@ ACCURACY = {**dict.fromkeys(SETTINGS, 1e-7), "revgpt": 5e-6, "revvit": 5e-6}
 
 
 CASES = {name: of_method(name) for name in METHODS} | {name: Case(**settings) for name, settings in SETTINGS.items()}
-WAYS = {"1 GPU": (1, "auto"), "2 GPUs, lockstep": (2, "lockstep"), "3 GPUs, edge": (3, "edge")}
-"""Number of processes, and the transport between them."""
+WAYS = {"1 GPU": (1, "auto"), "2 GPUs, lockstep": (2, "lockstep"), "3 GPUs, edge": (3, "edge")}  # processes, transport
 
 
 @cache
@@ -84,15 +83,14 @@ def test_runs_equal_those_on_the_cpu(name: str, way: str) -> None:
 @pytest.mark.parametrize(("method", "world"), core([("petra", 4), ("pipedream", 2)], {0}))
 def test_replicas(method: str, world: int) -> None:
     """With several blocks in a stage, and an NCCL that runs the operations of all communicators one by one."""
-    case = of_method(method, arguments={"dp": 2, "stages": 3}, refetch=method == "pipedream")
+    rules = UpdateRules(shard=method == "petra")
+    case = of_method(method, arguments={"dp": 2, "stages": 3, "rules": rules}, refetch=method == "pipedream")
     found = run(runs.train_rank, case, world=world, options=replace(DELAYED, one_slot=True))
-    expected = run(runs.train_cpu_rank, case, world=world)
-    half = world // 2
+    expected, half = run(runs.train_cpu_rank, case, world=world), world // 2
     assert joined(found[:half]).difference(joined(expected[:half])) == 0
     assert joined(found[half:]).difference(joined(found[:half])) == 0
 
 
-STAGES = 6
 LISTED = {  # kind and place: how often per run, per stage, per stage and update, and per microbatch
     "copy petra/engine/options/finite_check.py settle": (0, 1, 1 / 50, 0),  # outcomes once in 50 updates, and at the end
     "item petra/engine/options/finite_check.py check_drained": (0, 2, 0, 0),
@@ -104,7 +102,7 @@ LISTED = {  # kind and place: how often per run, per stage, per stage and update
 
 def excess(found: dict[str, int], case: Case, world: int = 1) -> dict[str, int]:
     """Return the synchronizations of one of ``world`` <= 2 processes that are not listed, or happen more often than listed."""
-    stages, updates = STAGES // world, case.microbatches // case.k
+    stages, updates = 6 // world, case.microbatches // case.k
     counts: dict[str, int] = {}
     for text, count in found.items():
         matched = re.fullmatch(r"(\S+) .* at (\S+):\d+ (\S+)", text)
