@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import sys
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import distributions
 from io import StringIO
 from pathlib import Path
 
-from petra.errors import invalid, require
+from petra.errors import accepted, invalid, require
 
 from . import own_module
 from .runtime.rank import integer
@@ -21,6 +22,8 @@ from .runtime.terminal import command
 
 IN_SEVERAL_PROCESSES = ("train", "resume", "evaluate", "doctor")
 """Commands that accept ``--nproc``."""
+CONFIGURED = ("train", "resume", "node", "plan", "doctor", "evaluate", "generate", "export", "predict")
+"""Commands that accept keys of the configuration, which Hydra completes."""
 USAGE = """Train deep networks split over several processes with PETRA, and examine the runs.
 
 Usage: petra COMMAND ...        petra COMMAND --help describes a command
@@ -29,7 +32,7 @@ Usage: petra COMMAND ...        petra COMMAND --help describes a command
 
 petra --version                 print the version
 petra train --nproc N ...       train in N processes on this machine, or in one per GPU (--nproc auto); resume, evaluate, doctor too
-petra -sc install=bash          print Hydra's script that completes groups, files and keys with TAB in bash
+petra -sc install=bash          print Hydra's script that completes commands, groups, files and keys with TAB in bash
 """
 
 
@@ -82,13 +85,28 @@ def start(name: str, program: str, rest: list[str]) -> None:
 def complete(words: list[str]) -> None:
     """Do what Hydra's script for bash asks: ``install=bash`` prints it, ``query=bash`` completes the line in ``COMP_LINE``.
 
-    Hydra, which knows neither commands nor flags, gets the arguments ``key=value`` and the last word. Errors in the arguments are
-    not printed: they would appear in the line.
+    Hydra, which knows neither commands and flags nor keys with defaults in signatures nor names that a key accepts, gets the
+    arguments ``key=value`` and the last word. Errors in the arguments are not printed: they would appear in the line.
     """
     *before, last = os.environ.get("COMP_LINE", "").split(" ")
-    os.environ["COMP_LINE"] = " ".join(["petra", *(word for word in before if "=" in word and word[0] != "-"), last])
-    with redirect_stderr(StringIO()):
+    if words != ["query=bash"]:
         start("train", "petra", ["-sc", *words])
+    elif len(before) < 2:
+        print(*(name for name in commands() if name.startswith(last)))
+    elif last.startswith("-") and before[1] in commands():
+        with redirect_stdout(StringIO()) as text, suppress(SystemExit):
+            start(before[1], f"petra {before[1]}", ["--help"])
+        print(*sorted(flag for flag in {*re.findall("--[a-z-]+", text.getvalue())} if flag.startswith(last)))
+    elif before[1] in CONFIGURED:
+        from .config.read import all_keys, configurations
+
+        known, (name, equals, value) = all_keys(), last.partition("=")
+        names = accepted(known[name].hint) if name in known else configurations(name) if name.isidentifier() else ()
+        print(*(f"{name}={each}" for each in names if equals and " " not in each and each.startswith(value)))
+        print(*(f"{key}=" for key in known if "." in last and key.startswith(last)))
+        os.environ["COMP_LINE"] = " ".join(["petra", *(word for word in before if "=" in word and word[0] != "-"), last])
+        with redirect_stderr(StringIO()):
+            start("train", "petra", ["-sc", *words])
 
 
 def usage() -> str:

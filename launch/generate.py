@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from codecs import iterdecode
-from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 
 import torch
 
-from petra.data.tokenizer import VOCABULARY, delimiter_of, fingerprint, load_vocabulary
-from petra.errors import DataError, ModelError, alternatives, require
+from petra.errors import ModelError, alternatives, require
 from petra.models.generation import Sampling, find_stem, generate
 
-from .config.schema import Config
 from .evaluate import read_run, run_parser
-from .run.weights import SavedWeights
+from .run.text import vocabulary
 from .runtime.agent import this_process
 from .runtime.terminal import command
-
-Encode = Callable[[str], list[int]]
-Decode = Callable[[Iterable[int]], Iterator[str]]
 
 
 @command
@@ -53,39 +45,6 @@ def main(arguments: list[str] | None = None) -> None:
         for piece in decode(islice(text, options.tokens)):
             print(piece, end="", flush=True)
         print()
-
-
-def vocabulary(config: Config, path: str | None, weights: SavedWeights) -> tuple[Encode, Decode, int | None]:
-    """Return the functions from text to tokens and back, and the token that ends a text.
-
-    Args:
-        config: Configuration of the run.
-        path: File of the vocabulary; None for the one of the run's data.
-        weights: Weights that must have been trained with this vocabulary.
-
-    Raises:
-        PetraError: If the vocabulary is missing, can't be read, or is another one.
-    """
-    if config.data.name == "text":
-        require(path is None, "--vocabulary", "none for a run on bytes (data=text)", path)
-        return lambda text: list(text.encode()), lambda tokens: iterdecode((bytes([t]) for t in tokens), "utf-8", "replace"), None
-    file = Path(path) if path else Path(config.data.options.get("root") or ".") / VOCABULARY
-    tokenizer = load_vocabulary(file)
-    size, classes = tokenizer.get_vocab_size(), config.data.classes
-    require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
-    weights.require_vocabulary(str(file), fingerprint(tokenizer))
-    delimiter, masked = delimiter_of(tokenizer), config.model.options.get("delimiter")
-    require(masked is None or delimiter in (None, masked), "model.delimiter", f"null or {delimiter}, as in {file}", masked)
-    first = [] if delimiter is None else [delimiter]
-
-    def decode(tokens: Iterable[int]) -> Iterator[str]:
-        """Yield the text of the tokens, each character once it is complete."""
-        from tokenizers.decoders import DecodeStream
-
-        stream = DecodeStream(skip_special_tokens=True)
-        yield from filter(None, (stream.step(tokenizer, token) for token in tokens))
-
-    return lambda text: [*first, *tokenizer.encode(text, add_special_tokens=False).ids], decode, delimiter
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from .config.compose import compose_overrides
 from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import Config
 from .run.build import set_numerics, set_up
-from .run.costs import MEMORY_PARTS, stage_memories
+from .run.costs import MEMORY_PARTS, show_progress, stage_memories
 from .run.markdown import table
 from .run.targets import optimizer_factory
 from .runtime.rank import Process
@@ -173,7 +173,8 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     changed = [f"method.{key}={value}" for key, value in given.items() if value not in ("auto", getattr(usual, key))]
     if changed:
         methods.append(replace(own, name=", ".join([own.name, *changed])))
-    for method in methods:
+    for done, method in enumerate(methods, 1):
+        show_progress(f"{method.name}: method {done} of {len(methods)}")
         memories, tune_delay = None if method is ZB_H1 else predicted, method is AUTO_DELAY
         try:
             rows.append(predict_method(blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay))

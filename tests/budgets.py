@@ -28,11 +28,11 @@ ROOMS = {
     ("petra/*.py",): Budget(1_625, 1_566),
     ("petra/reversible",): Budget(617, 617),
     ("petra/plan",): Budget(935, 935),
-    ("petra/transport",): Budget(695, 700),
+    ("petra/transport",): Budget(695, 695),
     ("petra/engine",): Budget(1_918, 1_918),
     ("petra/engine/options",): Budget(2_285, 2_285),
     ("petra/staleness",): Budget(447, 447),
-    ("petra/training",): Budget(1_771, 1_771),
+    ("petra/training",): Budget(1_774, 1_774),
     ("petra/data",): Budget(1_908, 1_908),
     ("petra/models",): Budget(1_721, 1_721),
     ("petra/inplace_abn",): Budget(1_964, 1_964),
@@ -41,29 +41,29 @@ ROOMS = {
     ("petra/diagnostics",): Budget(838, 838),
     ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(398, 398),
-    ("launch/*.py", "launch/templates"): Budget(1_065, 1_065),
-    ("launch/config",): Budget(801, 400),
-    ("launch/run",): Budget(1_762, 1_658),
+    ("launch/*.py", "launch/templates"): Budget(1_043, 1_043),
+    ("launch/config",): Budget(804, 400),
+    ("launch/run",): Budget(1_868, 1_658),
     ("launch/runtime",): Budget(660, 660),
     ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
     ("reproduction",): Budget(2_088, 2_080),
-    ("benchmarks",): Budget(3_155, 3_155),
-    ("examples",): Budget(735, 735),
-    ("tests", "stress"): Budget(17_086, 15_768),
-    ("docs",): Budget(290, 290),
+    ("benchmarks",): Budget(3_152, 3_152),
+    ("examples",): Budget(732, 732),
+    ("tests", "stress"): Budget(17_132, 15_768),
+    ("docs",): Budget(289, 289),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_045, 26_948)
+BOTH = Budget(27_135, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
-CORE = Budget(6_018, 6_018)
+CORE = Budget(6_017, 6_017)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(112, 112)
+KEYS = Budget(113, 113)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

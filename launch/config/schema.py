@@ -154,6 +154,8 @@ class TrainerConfig:
         memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto; null: no limit.
         log_every: Updates between two rows of updates.jsonl: means of training loss and metrics, also sent to the logger; null:
             only numbers per epoch.
+        sample: Tokens of the text that a language model writes after each epoch, on the console and in the records; null: none. The
+            largest networks, which would not fit the memory of the first process, write none.
         trace: Number of microbatches to record from the start, in trace.json (Perfetto, chrome://tracing), timeline.png and
             timeline.svg; null: none.
         stage_metrics: Log for each stage the time of forwards, backwards, updates and waiting, microbatches in flight, staleness
@@ -180,6 +182,7 @@ class TrainerConfig:
     watchdog: Annotated[float, "> 0 and <= 2000000", "same results"] = 60.0
     memory_limit: Annotated[float | None, "> 0", "same results"] = None
     log_every: Annotated[int | None, ">= 1", "same results"] = 10
+    sample: Annotated[int | None, ">= 1 and <= 10000", "same results"] = 60
     trace: Annotated[int | None, ">= 1", "same results"] = None
     stage_metrics: Annotated[bool, "same results"] = False
     diagnose: Annotated[int | None, ">= 1", "same results"] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -114,6 +115,12 @@ def _memory(setup: Setup, known: Known) -> list[PredictedMemory]:
     shape = setup.plan.layout.inputs.shape
     forms = {"images": shape[:1], "tokens": (math.prod(shape[:2]),), "pixels": (shape[0], *shape[2:])}
     return predict_memory(setup.plan, setup.recipe(), TensorSpec(forms[setup.unit], torch.int64), known)
+
+
+def show_progress(text: str) -> None:
+    """Show what is being done, on a terminal only, in place of what was shown before."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)
 
 
 def tune_setup(setup: Setup, process: Process, earlier: Choices | None = None) -> Setup:

@@ -23,9 +23,9 @@ CONFIG, METRICS, UPDATES, SUMMARY, CHECKPOINTS = "config.yaml", "metrics.jsonl",
 GRADIENTS = "gradients.jsonl"
 RECORD = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
-FORMAT = 4
+FORMAT = 3
 """Layout of run folders and checkpoints: it changes with the keys of the configuration."""
-LAST_READERS = {1: "f6a0b0a2", 2: "c9a6d9dd", 3: "dacb25fc"}
+LAST_READERS = {1: "f6a0b0a2", 2: "c9a6d9dd"}
 """The last commit that reads each earlier layout. The first had no number."""
 TRUST = "--trust"
 """Flag of commands that read the folder of a run: import code outside of petra that its configuration names."""
@@ -183,7 +183,7 @@ class RunFolder:
 
         rows = read_rows(path)
         for number, row in enumerate(rows, 1):
-            for key in (*keys, *row):
+            for key in (*keys, *(row.keys() - {"sample"})):
                 expected = f"a number {key} in line {number}"
                 require(isinstance(row.get(key), int | float), str(path), expected, row.get(key, "none"), DataError)
         return rows

@@ -32,6 +32,7 @@ from .costs import memory_table, stage_map, tune_setup
 from .folder import CHECKPOINTS, GRADIENTS, TRUST, RunFolder, as_data, names_foreign_code
 from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
+from .text import MOST_PARAMETERS, TextSample
 
 UPDATES_BETWEEN_DRIFTS = 10
 """Updates between two measurements of the weights' drift in a run without ``trainer.log_every``."""
@@ -129,6 +130,9 @@ class TrainingRun:
             background=True,
             timeout=config.trainer.timeout,
         )
+        readable = config.data.name == "text" or train.vocabulary is not None
+        if config.trainer.sample is not None and readable and setup.plan.parameters <= MOST_PARAMETERS:
+            self.pipeline.measures.append(TextSample(self.pipeline, config, config.trainer.sample))
         watchers = self._watchers(batches)
         self.trainer = trainer(self.pipeline, train, test, limit=limit, checkpoints=self.checkpoints, watchers=watchers, stop=stop)
         if start.path is not None:

@@ -73,6 +73,8 @@ class Lines(Watcher):
         )
         speed = f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}"
         print(f"epoch {row['epoch']}/{self.epochs}: {train}; test {test}; {speed}, {row['seconds']:.1f} s", flush=True)
+        if "sample" in row:
+            print(f"  sample: {row['sample']!r}", flush=True)
 
 
 def means_text(means: Mapping[str, float]) -> str:

@@ -26,7 +26,8 @@ Row = dict[str, Any]
 ``epoch`` counts from 1, ``microbatches`` from the start of the run. ``train_<name>`` are means over the epoch, computed with the
 weights of the time, ``test_<name>`` those of the evaluation after it: losses in nats per target, shares from 0 to 1.
 ``<unit>_per_second`` is the speed of training alone, ``seconds`` the duration with evaluation, ``learning_rate`` that at the end of
-the epoch, and ``stage/<j>/<name>`` are metrics of stages (:meth:`petra.Pipeline.stage_metrics`).
+the epoch, and ``stage/<j>/<name>`` are metrics of stages (:meth:`petra.Pipeline.stage_metrics`). ``sample`` is a text, if one of
+``Pipeline.measures`` returns it.
 """
 
 

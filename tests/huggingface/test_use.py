@@ -28,7 +28,7 @@ from tests.huggingface.models import tiny
 PAGE = (ROOT / "docs" / "huggingface.md").read_text(encoding="utf-8")
 TEXT = "".join(f"The {word} of {i} is the {word}. " for i in range(300) for word in ("sun", "sea"))
 SMALLER = {"data.classes=49152": "data.classes=280", "data.size=256": "data.size=16"}
-SHORT = ["trainer.limit_batches=8", "trainer.device=cpu"]
+SHORT = ["trainer.limit_batches=8", "trainer.device=cpu", "trainer.sample=4"]
 
 
 def page_commands() -> Iterator[list[str]]:

@@ -40,7 +40,7 @@ for line in json.loads(sys.argv[1]):
 
 @pytest.mark.processes
 def test_the_command_line_itself_imports_neither_torch_nor_hydra() -> None:
-    lines = [["petra", *line.split()] for line in ("--version", "--help", "no_command")]
+    lines = [["petra", *line.split()] for line in ("--version", "--help", "no_command", "-sc query=bash")]
     ended = [line for line in python(IMPORTS, json.dumps(lines)).stdout.splitlines() if line.startswith("ended")]
     assert len(ended) == len(lines)
     assert [line for line in ended if line not in ("ended None", "ended 0")] == ["ended 2"]
@@ -94,8 +94,14 @@ def test_processes_are_taken_from_the_arguments_and_start_through_the_agent(monk
     [
         ("petra train ", ["k=", "model=", "model.", "optim."], []),
         ("petra train model=rev", ["model=revnet18", "model=revgpt"], ["model=resnet18"]),
-        ("petra plan --machines a k=4 optim.", ["optim.lr=", "optim.scaling="], ["model.width="]),
-        ("petra train model=no_such_model optim.", [], ["optim.lr="]),
+        ("petra plan --machines a k=4 optim.", ["optim.lr=", "optim.momentum="], ["model.width="]),
+        ("petra train --np", ["--nproc"], ["--multirun"]),
+        ("petra generate run --t", ["--tokens", "--temperature"], ["--prompt"]),
+        ("petra train trainer.precision=", ["trainer.precision=bf16", "trainer.precision=fp16"], []),
+        ("petra train optim.nonfinite=s", ["optim.nonfinite=skip"], []),
+        ("petra plan experiment=petra/q", ["experiment=petra/quick"], ["experiment=demo"]),
+        ("petra train model=no_such_model optim.", ["optim.lr="], []),
+        ("petra compare ", [], ["k="]),
     ],
 )
 def test_hydra_completes_words(

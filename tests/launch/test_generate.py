@@ -2,22 +2,27 @@
 
 import json
 import math
+import os
 import re
 import shutil
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from markupsafe import escape
 
 from launch import evaluate, generate, tokenize
 from launch.config.compose import compose_overrides
 from launch.run.folder import RunFolder
-from launch.run.weights import SavedWeights
-from petra.errors import PetraError
+from launch.run.text import TextSample, vocabulary
+from petra.errors import ModelError, PetraError
 from petra.models import revgpt
 from petra.training import load
 from tests.support.commands import refused, train
+from tests.support.forked import Forked
 
 pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
 
@@ -67,6 +72,41 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
     assert printed.rstrip("\n") == vocabulary.decode(text[1:]).rstrip("\N{REPLACEMENT CHARACTER}")
 
 
+def test_the_sample_after_an_epoch_is_the_text_that_generate_writes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = RunFolder(trained / "run").rows()
+    generate.main([f"{trained}/run", "--tokens=60"])
+    assert row["sample"] + "\n" == capsys.readouterr().out
+    assert f"  sample: {row['sample']!r}\n" in (trained / "output.txt").read_text()
+    assert f'<pre class="wrapped">{escape(row["sample"])}</pre>' in (trained / "run" / "report.html").read_text()
+
+
+def in_a_folder_of_its_own(rank: int) -> None:
+    os.makedirs(f"machine{rank}", exist_ok=True)
+    os.chdir(f"machine{rank}")
+
+
+@pytest.mark.processes
+def test_only_the_first_process_needs_the_vocabulary_for_a_sample(trained: Path, tmp_path: Path) -> None:
+    """The three processes write the text of the run in one process."""
+    shutil.copytree(trained / "tokens", tmp_path / "machine0" / "tokens")
+    words = [*RUN, "trainer.stages=3", "data.root=tokens", f"run_dir={tmp_path}/run"]
+    with Forked(tmp_path, words, 3, prepare=in_a_folder_of_its_own) as run:
+        run.finish()
+    train(*RUN, "trainer.stages=3", f"data.root={trained}/tokens", f"run_dir={tmp_path}/one")
+    (one,), (three,) = (RunFolder(tmp_path / name).rows() for name in ("one", "run"))
+    assert one["sample"] == three["sample"] != ""
+
+
+def test_a_sample_that_fails_in_the_first_process_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = (ModelError, "weights: expected those of a network with finite logits, got nan")
+    monkeypatch.setattr("petra.distributed.all_gather_objects", lambda own, group: [failure, own])
+    monkeypatch.setattr("launch.run.text.gathered_blocks", lambda pipeline: ())
+    sample: Any = object.__new__(TextSample)
+    sample._pipeline = SimpleNamespace(rank=1, averaged=nullcontext)
+    with pytest.raises(PetraError, match="finite logits, got nan"):
+        sample()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -90,7 +130,7 @@ def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:
 
     tokenizer = tokenizers.Tokenizer.from_file(str(trained / "tokens" / "tokenizer.json"))
     config = compose_overrides(["model=revgpt_1m", "data=tokens", f"data.root={trained}/tokens", "data.classes=280"])
-    encode, decode, _ = generate.vocabulary(config, None, SavedWeights(trained / "run" / "model.safetensors"))
+    encode, decode, _ = vocabulary(config, None)
     tokens = encode("naïve café → 日本\n twice twice")[1:]
     shown, expected = "", []
     for end in range(1, len(tokens) + 1):

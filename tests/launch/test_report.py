@@ -129,7 +129,7 @@ def test_a_resumed_run_is_the_same_run_of_weights_and_biases(tmp_path: Path, mon
 
 
 GOOD = {"epoch": 1, "microbatches": 8, "train_loss": 1.5, "test_loss": 1.25, "test_accuracy": 0.5}
-CONFIG = "format: 4\nmethod: {name: petra, delay: 2}\nk: 4\ntrainer: {epochs: 3}\ndata: {_target_: petra.data.digits}\n"
+CONFIG = "format: 3\nmethod: {name: petra, delay: 2}\nk: 4\ntrainer: {epochs: 3}\ndata: {_target_: petra.data.digits}\n"
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,11 @@ def test_a_key_of_an_experiment_that_another_model_lacks_is_left_out(capsys: pyt
 @pytest.mark.parametrize(
     ("text", "trusted", "message"),
     [
-        ("k: 1", True, "expected a run of format 4, got one of format 1; commit f6a0b0a2 is the last that reads it"),
-        ("format: 5", True, "expected a run of format 4, got one of format 5"),
-        ("format: 4\nmodel: {_target_: mine.net}", False, r"model\._target_: expected a function of petra, got mine\.net; --trust"),
-        ("format: 4\nmodel: {norm: {_target_: os.system}}", False, r"model\.norm\._target_: expected a function of petra, got os"),
-        ("format: 4\ndata: {_target_: petra.data.load.torch.load}", False, "expected a function or class of petra, got petra.data"),
+        ("k: 1", True, "expected a run of format 3, got one of format 1; commit f6a0b0a2 is the last that reads it"),
+        ("format: 4", True, "expected a run of format 3, got one of format 4"),
+        ("format: 3\nmodel: {_target_: mine.net}", False, r"model\._target_: expected a function of petra, got mine\.net; --trust"),
+        ("format: 3\nmodel: {norm: {_target_: os.system}}", False, r"model\.norm\._target_: expected a function of petra, got os"),
+        ("format: 3\ndata: {_target_: petra.data.load.torch.load}", False, "expected a function or class of petra, got petra.data"),
     ],
 )
 def test_the_folder_of_a_run_is_data(text: str, trusted: bool, message: str, tmp_path: Path) -> None:

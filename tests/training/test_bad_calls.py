@@ -180,6 +180,6 @@ def test_records_of_a_run(rows: str, summary: object, message: str, tmp_path: Pa
     folder = RunFolder(tmp_path)
     with pytest.raises(PetraError, match=message):
         folder.rows() and folder.summary()
-    (tmp_path / METRICS).write_text(row(1) + row(2, test_accuracy=float("nan"), test_loss=None))
+    (tmp_path / METRICS).write_text(row(1, sample="text") + row(2, test_accuracy=float("nan"), test_loss=None))
     (tmp_path / SUMMARY).write_text(json.dumps({"microbatches": 8, "test_loss": None}))
     assert (len(folder.rows()), isnan(folder.summary()["test_loss"])) == (2, True)
