@@ -81,7 +81,7 @@ def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known
     ends, forward, backward, update = (_column(stages, name) for name in ("ends", "forward", "backward", "update"))
     backward += _drain(plan, stages)
     double = [own.weights is Weights.DOUBLE for own in plan.stages]
-    update = np.maximum(update, double * _column(stages, "gradients"))  # the new version exists before the last one is freed
+    update = np.maximum(update, double * _column(stages, "version"))  # the new version exists before the last one is freed
     peaks, most, at_most = np.zeros(len(stages), np.int64), np.zeros(len(processes), np.int64), np.zeros(len(stages), np.int64)
     for round_, state in _states(plan, stages, owner, remote):
         f, b = round_.stages[round_.forward], round_.stages[~round_.forward]
@@ -147,7 +147,7 @@ def _states(
 ) -> Iterator[tuple[Round, Numbers]]:
     """Yield each round with the bytes of each stage that exist while it runs, besides its temporary and its fixed memory."""
     copied = np.array([stage.weights is not Weights.CURRENT for stage in plan.stages])
-    casts, stored, version, graph = (_column(stages, name) for name in ("casts", "stored", "gradients", "graph_gradients"))
+    casts, stored, version, graph = (_column(stages, name) for name in ("casts", "stored", "version", "graph_version"))
     double = np.array([stage.weights is Weights.DOUBLE for stage in plan.stages])
     # Graphs of double weights refer to the one version that exists anyway.
     version, graph, casts = copied * version, copied * ~double * graph, ~double * casts

@@ -43,8 +43,9 @@ class StageMemory:
 
     Attributes:
         weights: Parameters and buffers.
-        gradients: Gradients of the trained parameters; also the size of one version of the weights.
-        graph_gradients: Those of blocks that store their graph.
+        gradients: Gradients of the trained parameters.
+        version: One version of the trained parameters.
+        graph_version: Its part in blocks that store their graph.
         optimizer: States of the optimizer, and the moving average.
         casts: Copies of weights that live until the update: those that graphs of stashed weights refer to.
         stored: What a forward leaves for its backward, without what the stage before stores too.
@@ -54,7 +55,8 @@ class StageMemory:
 
     weights: int
     gradients: int
-    graph_gradients: int
+    version: int
+    graph_version: int
     optimizer: int
     casts: int
     stored: int
@@ -157,14 +159,15 @@ def _count(
     live.most = live.now
     worker.backward(4)
     backward = live.most - begin
-    gradients = [sum(rounded(p.nbytes) for p in runner.parameters.values()) for runner in stage.runners]
-    graphs = sum(size for size, keep in zip(gradients, plan.keeps, strict=True) if keep is Keep.GRAPH)
+    versions = [sum(rounded(p.nbytes) for p in runner.parameters.values()) for runner in stage.runners]
+    graphs = sum(size for size, keep in zip(versions, plan.keeps, strict=True) if keep is Keep.GRAPH)
+    gradients = sum(rounded(g.nbytes) for p in stage.gradients.parameters if (g := p.grad) is not None)
     states = update = 0
     if recipe is not None and stage.gradients.parameters:
         states, update = _count_update(stage, plan, recipe, run, live)
-        states += sum(gradients) * (recipe.rules.average is not None)
+        states += sum(versions) * (recipe.rules.average is not None)
     weights = sum(rounded(t.nbytes) for t in (*stage.module.parameters(), *stage.module.buffers()))
-    return StageMemory(weights, sum(gradients), graphs, states, casts, stored, ends - stored, forward, backward, update)
+    return StageMemory(weights, gradients, sum(versions), graphs, states, casts, stored, ends - stored, forward, backward, update)
 
 
 def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | None, live: LiveBytes) -> tuple[int, int]:
@@ -214,10 +217,7 @@ def _fake_module(module: nn.Module, channels_last: bool) -> None:
         parameters = [*part.named_parameters(recurse=False, remove_duplicate=False)]
         buffers = [*part.named_buffers(recurse=False, remove_duplicate=False)]
         for name, tensor in (*parameters, *buffers):
-            last = channels_last and tensor.dim() == 4
-            fake = torch.empty(
-                tensor.shape, dtype=tensor.dtype, memory_format=torch.channels_last if last else torch.contiguous_format
-            )
+            fake = _empty(TensorSpec(tuple(tensor.shape), tensor.dtype, channels_last and tensor.dim() == 4))
             fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
             setattr(part, name, made.setdefault(id(tensor), fake))
 

@@ -80,15 +80,13 @@ def train_all(rank: int, folder: Path, dp: int) -> dict[str, Any]:
 def test_several_processes_and_resumed_runs_give_the_same_bits(tmp_path: Path) -> None:
     """Seven microbatches end between two updates, where the checkpoint is written."""
     torch.set_num_threads(1)
-    folders = [tmp_path / name for name in ("one", "two", "four")]
-    alone = train_all(0, folders[0], 1)
-    for i, parts in enumerate(run_processes(2, train_all, tmp_path, folders[1], 1, timeout=240)):
+    alone = train_all(0, tmp_path / "one", 1)
+    for i, parts in enumerate(run_processes(2, train_all, tmp_path, tmp_path / "two", 1, timeout=240)):
         for name, state in parts.items():
             assert_equal(state, {key: value for key, value in alone[name].items() if key in state})
             assert state, i
-    replicas = run_processes(4, train_all, tmp_path, folders[2], 2, timeout=240)
-    for rank in (0, 1):  # replicas have the same weights, also where each rounds by itself
-        assert_equal(replicas[rank], replicas[rank + 2])
+    replicas = run_processes(4, train_all, tmp_path, tmp_path / "four", 2, timeout=240)
+    assert_equal(replicas[:2], replicas[2:])  # also where each rounds by itself
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", rounding])
@@ -103,9 +101,10 @@ def test_bytes_are_predicted(optimizer: Any) -> None:
         sizes = {
             "weights": sum(rounded(t.nbytes) for t in (*module.parameters(), *module.buffers())),
             "optimizer": sum(rounded(t.nbytes) for t in states),
+            "gradients": sum(rounded(4 * p.numel()) for p in parameters),
+            "version": sum(rounded((2 if p.dim() > 1 else 4) * p.numel()) for p in parameters),
         }
         assert {name: getattr(found, name) for name in sizes} == sizes
-        assert all(p.dtype is (torch.bfloat16 if p.dim() > 1 else torch.float32) for p in parameters)
         assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in parameters)
 
 
