@@ -48,9 +48,9 @@ ROOMS = {
     ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
     ("reproduction",): Budget(2_088, 2_080),
-    ("benchmarks",): Budget(3_152, 3_152),
-    ("examples",): Budget(732, 732),
-    ("tests", "stress"): Budget(17_132, 15_768),
+    ("benchmarks",): Budget(3_047, 3_047),
+    ("examples",): Budget(787, 787),
+    ("tests", "stress"): Budget(17_185, 15_768),
     ("docs",): Budget(289, 289),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""

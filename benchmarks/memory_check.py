@@ -1,0 +1,61 @@
+"""Memory of reversible language models whose optimizer state two replicas divide: predicted, and used by four processes.
+
+``python -m benchmarks.memory_check [--sizes 15 135] [--tokens 64]``
+
+PETRA trains two stages with AdamW. Prints MB (10^6 bytes) of each stage: predicted, and for each replica the most bytes of live
+tensors and what the peak of resident memory grows by after the imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from benchmarks.report import in_processes, machine, peak_mib
+from petra import Pipeline, Recipe, TensorSpec, UpdateRules
+from petra.cost_model.memory import predict_memory
+from petra.cost_model.stage_memory import LiveBytes
+from petra.models import revgpt
+from petra.plan import make_plan
+from petra.training import OPTIMIZERS
+
+SIZES = {15: (1_024, 384, 8, 6), 135: (8_192, 640, 24, 10)}
+"""Tokens of the vocabulary, width, layers and heads of each number of millions of parameters."""
+
+
+class Zeros:
+    """Microbatches of zeros."""
+
+    def __init__(self, tokens: int) -> None:
+        self.inputs = lambda m: torch.zeros(2, tokens, dtype=torch.int64)
+        self.targets = lambda m: torch.zeros(2 * tokens, dtype=torch.int64)
+
+
+def measured(rank: int, size: int, tokens: int) -> tuple[float, float, float]:
+    """Return the MB of this process: predicted, live, resident."""
+    model, inputs = revgpt(*SIZES[size], size=tokens), TensorSpec((2, tokens), torch.int64)
+    recipe = Recipe(OPTIMIZERS["adamw"], lambda t: 1e-4, rules=UpdateRules(shard=True))
+    with LiveBytes() as live:
+        resident = peak_mib(lambda: Pipeline(model, inputs, recipe, stages=2, dp=2, k=2).train(Zeros(tokens), 8))
+    plan = make_plan(model, inputs, method="petra", stages=2, processes=4, dp=2, k=2)
+    memory = predict_memory(plan, recipe, TensorSpec((tokens,), torch.int64))[plan.layout.locate(rank)[1]]
+    return memory.tensors / 1e6, live.most / 1e6, resident * 2**20 / 1e6
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="*", default=[*SIZES], choices=SIZES)
+    parser.add_argument("--tokens", type=int, default=64)
+    options = parser.parse_args()
+    print(machine(), "| million parameters | stage | predicted | live | resident |", "|---|---|---|---|---|", sep="\n")
+    for size in options.sizes:
+        found = in_processes(4, measured, size, options.tokens)
+        for stage in (0, 1):
+            one, two = found[stage], found[stage + 2]
+            print(f"| {size} | {stage + 1} | {one[0]:.1f} | {one[1]:.1f}, {two[1]:.1f} | {one[2]:.0f}, {two[2]:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
