@@ -1,7 +1,7 @@
 """Measure time and stored bytes of one BN + ACT + CONV block in the four module shapes of ResNeXt-101.
 
-Compares standard layers, two checkpointing schemes, InPlace-ABN I and II, and the authors' package ``inplace-abn`` if it is
-installed, as in Fig. 4 of Rota Bulò et al. 2018. The block's input is the result of another operation, as in a network.
+Compares standard layers, InPlace-ABN, and the authors' package ``inplace-abn`` if it is installed, as in Fig. 4 of Rota Bulò et al.
+2018. The block's input is the result of another operation, as in a network.
 
 python -m benchmarks.inplace_abn --out runs/inplace_abn.json
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.report import alternate, benchmark_parser, kept_bytes, machine, ratio, save, spread
-from petra.inplace_abn import CheckpointedABNConv, InPlaceABN
+from petra.inplace_abn import InPlaceABN
 from petra.models import MODELS
 
 # Channels and image side of the 3x3 convolutions for images of 224x224 pixels (Xie et al. 2017, Table 1: 32x4d).
@@ -38,10 +38,7 @@ def blocks(channels: int) -> dict[str, nn.Module]:
     """Return BN + ACT + CONV blocks by name, with the same weights."""
     variants = {
         STANDARD: nn.Sequential(nn.BatchNorm2d(channels), nn.LeakyReLU(0.01, inplace=True), conv(channels)),
-        "checkpointing (2b)": CheckpointedABNConv(InPlaceABN(channels), conv(channels), "input"),
-        "checkpointing x̂ (2c)": CheckpointedABNConv(InPlaceABN(channels), conv(channels), "normalised"),
-        "InPlace-ABN I": nn.Sequential(InPlaceABN(channels, variant="I"), conv(channels)),
-        "InPlace-ABN II": nn.Sequential(InPlaceABN(channels, variant="II"), conv(channels)),
+        "InPlace-ABN": nn.Sequential(InPlaceABN(channels), conv(channels)),
     }
     if importlib.util.find_spec("inplace_abn") is not None:
         package = importlib.import_module("inplace_abn")

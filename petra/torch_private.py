@@ -31,15 +31,6 @@ foreach_sub = torch._foreach_sub
 foreach_lerp_, foreach_norm = (getattr(torch, f"_foreach_{n}") for n in ("lerp_", "norm"))
 
 
-def conv_forward(conv: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply a convolution with another weight and bias, with its stride, padding and padding mode.
-
-    ``torch.func.functional_call`` does the same with more overhead, and runs hooks of the module.
-    """
-    out: Tensor = conv._conv_forward(x, weight, bias)
-    return out
-
-
 def preserve_version_counter(tensors: tuple[Tensor, ...]) -> AbstractContextManager[None]:
     """Return a context in which writing to ``tensors`` does not invalidate autograd graphs that refer to them.
 

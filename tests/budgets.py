@@ -25,7 +25,7 @@ class Budget(NamedTuple):
 
 
 ROOMS = {
-    ("petra/*.py",): Budget(1_625, 1_566),
+    ("petra/*.py",): Budget(1_616, 1_566),
     ("petra/reversible",): Budget(617, 617),
     ("petra/plan",): Budget(935, 935),
     ("petra/transport",): Budget(695, 695),
@@ -35,7 +35,7 @@ ROOMS = {
     ("petra/training",): Budget(1_774, 1_774),
     ("petra/data",): Budget(1_908, 1_908),
     ("petra/models",): Budget(1_721, 1_721),
-    ("petra/inplace_abn",): Budget(1_964, 1_964),
+    ("petra/inplace_abn",): Budget(1_709, 1_709),
     ("petra/elastic", "launch/elastic"): Budget(999, 999),
     ("petra/huggingface",): Budget(1_370, 1_370),
     ("petra/diagnostics",): Budget(838, 838),
@@ -48,15 +48,15 @@ ROOMS = {
     ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
     ("reproduction",): Budget(2_088, 2_080),
-    ("benchmarks",): Budget(3_047, 3_047),
+    ("benchmarks",): Budget(3_158, 3_158),
     ("examples",): Budget(787, 787),
     ("tests", "stress"): Budget(17_185, 15_768),
     ("docs",): Budget(289, 289),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(27_135, 26_948)
+BOTH = Budget(26_871, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
-CORE = Budget(6_017, 6_017)
+CORE = Budget(6_008, 6_008)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)

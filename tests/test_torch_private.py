@@ -17,7 +17,7 @@ from tests.support.commands import planned
 
 PRIVATE = re.compile(
     r"\btorch(?:\.\w+)*\._[a-z]\w*|from torch[\w.]* import .*\b_[a-z]\w*|from torch[\w.]*\._[a-z]"
-    r"|\._(?:version|backward_hooks|post_accumulate_grad_hooks|cdata|conv_forward|get_backend|timeout)\b|\b_NormBase\b"
+    r"|\._(?:version|backward_hooks|post_accumulate_grad_hooks|cdata|get_backend|timeout)\b|\b_NormBase\b"
 )
 
 

@@ -112,7 +112,7 @@ def compare_blocks(options: Options, device: torch.device, process: Process) -> 
     x, dy = (torch.randn(4, 8, 16, 16).to(device) for _ in range(2))
     layer, plain = InPlaceABN(8).to(device), torch.nn.BatchNorm2d(8).to(device)
     own, other = (x.clone().requires_grad_() for _ in range(2))
-    z, y = layer(own * 1.0), F.leaky_relu(plain(other), layer.activation.slope)
+    z, y = layer(own * 1.0), F.leaky_relu(plain(other), layer.slope)
     found = [z, *torch.autograd.grad(z, [own, *layer.parameters()], dy)]
     expected = [y, *torch.autograd.grad(y, [other, *plain.parameters()], dy)]
     block = Coupling(torch.nn.Sequential(torch.nn.Conv2d(8, 8, 3, padding=1, bias=False), torch.nn.BatchNorm2d(8))).to(device)

@@ -7,8 +7,6 @@ The import adds the models to :data:`petra.models.MODELS`, the data sets to :dat
 from functools import partial
 
 from petra.data import DATASETS, DECODED
-from petra.inplace_abn.activation import Activation
-from petra.inplace_abn.checkpoint import CheckpointedABNConv
 from petra.inplace_abn.confusion import ConfusionMatrix
 from petra.inplace_abn.deeplab import deeplabv3
 from petra.inplace_abn.layer import InPlaceABN, norm_act
@@ -33,8 +31,6 @@ NORMS["inplace_abn_sync"] = Norm(("leaky_relu",), partial(norm_act, synchronized
 __all__ = [
     "PIXEL_DATASETS",
     "PIXEL_MODELS",
-    "Activation",
-    "CheckpointedABNConv",
     "ConfusionMatrix",
     "InPlaceABN",
     "bootstrapped_cross_entropy",

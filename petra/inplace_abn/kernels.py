@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from petra.inplace_abn.activation import Activation
 from petra.inplace_abn.normalise import Statistics, input_gradient_coefficients
 
 PROGRAMS = 512
@@ -23,11 +22,11 @@ LARGEST_GRID = 2**31 - 1, 2**16 - 1
 def backward(
     dz: Tensor,
     z: Tensor,
+    slope: float,
     scale: Tensor,
     shift: Tensor,
     rate: Tensor,
     statistics: Statistics,
-    activation: Activation,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return (dL/dx, Σ dy x̂, Σ dy) for z = φ(y) and x̂ = (y − shift) / scale.
@@ -35,8 +34,8 @@ def backward(
     Args:
         dz: dL/dz, of the shape of z.
         z: Dense output of the layer, (B, C, ...).
+        slope: Slope of φ, a leaky ReLU.
         scale, shift, rate, statistics: As in :func:`petra.inplace_abn.normalise.normalise_backward`.
-        activation: φ.
         needs_dx: Whether to compute dL/dx. The result has None in its place otherwise.
     """
     dz = torch.empty_like(z).copy_(dz) if dz.stride() != z.stride() else dz
@@ -46,9 +45,7 @@ def backward(
     parts = max(1, min(PROGRAMS // blocks, triton.cdiv(rows, tile["BLOCK_R"])))
     kind = torch.float64 if z.dtype == torch.float64 else torch.float32
     constants = {
-        "ACTIVATION": activation.name,
-        "SLOPE": activation.slope,
-        "SMALLEST": -1 + torch.finfo(z.dtype).eps,  # elu gives -1 for no finite input
+        "SLOPE": slope,
         "DTYPE": tl.float64 if z.dtype == torch.float64 else tl.float32,
         **tile,
     }
@@ -72,7 +69,7 @@ def trial(device: torch.device) -> None:
         Exception: Whatever Triton raises if it can't compile or launch them.
     """
     z, one = torch.ones((1, 1), device=device), torch.ones(1, device=device)
-    backward(z, z, one, one, one, Statistics(one, one), Activation("identity", 1.0), needs_dx=True)
+    backward(z, z, 1.0, one, one, one, Statistics(one, one), needs_dx=True)
 
 
 def supports(z: Tensor) -> bool:
@@ -112,14 +109,9 @@ def _offsets(c, r, positions, image_stride, channel_stride, position_stride):
 
 
 @triton.jit
-def _invert_activation(dz, z, ACTIVATION: tl.constexpr, SLOPE: tl.constexpr, SMALLEST: tl.constexpr):
+def _invert_activation(dz, z, SLOPE: tl.constexpr):
     """Return (dL/dy, y)."""
-    if ACTIVATION == "leaky_relu":
-        return tl.where(z > 0, dz, dz * SLOPE), tl.where(z > 0, z, z / SLOPE)
-    elif ACTIVATION == "elu":
-        return tl.where(z > 0, dz, dz * (z + 1)), tl.where(z > 0, z, tl.log(1 + tl.maximum(z, SMALLEST)))
-    else:
-        return dz, z
+    return tl.where(z > 0, dz, dz * SLOPE), tl.where(z > 0, z, z / SLOPE)
 
 
 @triton.jit
@@ -135,9 +127,7 @@ def _sums_kernel(
     channel_stride,
     position_stride,
     parts,
-    ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr,
-    SMALLEST: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -153,7 +143,7 @@ def _sums_kernel(
         offsets = _offsets(c, r, positions, image_stride, channel_stride, position_stride)
         dz = tl.load(dz_pointer + offsets, mask=mask, other=0).to(DTYPE)
         z = tl.load(z_pointer + offsets, mask=mask, other=0).to(DTYPE)
-        dy, y = _invert_activation(dz, z, ACTIVATION, SLOPE, SMALLEST)
+        dy, y = _invert_activation(dz, z, SLOPE)
         dgamma += dy * (y - shift[:, None])
         dbeta += dy
     out = out_pointer + part * channels + c
@@ -175,9 +165,7 @@ def _input_gradient_kernel(
     image_stride,
     channel_stride,
     position_stride,
-    ACTIVATION: tl.constexpr,
     SLOPE: tl.constexpr,
-    SMALLEST: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -191,5 +179,5 @@ def _input_gradient_kernel(
     offsets = _offsets(c, r, positions, image_stride, channel_stride, position_stride)
     dz = tl.load(dz_pointer + offsets, mask=mask, other=0).to(DTYPE)
     z = tl.load(z_pointer + offsets, mask=mask, other=0).to(DTYPE)
-    dy, y = _invert_activation(dz, z, ACTIVATION, SLOPE, SMALLEST)
+    dy, y = _invert_activation(dz, z, SLOPE)
     tl.store(dx_pointer + offsets, (rate * dy + slope_y * y + offset).to(dx_pointer.dtype.element_ty), mask=mask)

@@ -10,16 +10,16 @@ import importlib.util
 import warnings
 from functools import cache
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from petra.errors import first_line, require
-from petra.inplace_abn.activation import FUSED, Activation
-from petra.inplace_abn.normalise import affine, away_from_zero, check_input, normalise, normalise_backward, safe_affine
+from petra.inplace_abn.normalise import away_from_zero, check_input, normalise, normalise_backward
 from petra.models.layers import LEAK
 from petra.torch_private import NormBase
 
@@ -35,17 +35,13 @@ class InPlaceABN(NormBase):
 
     Args:
         channels: Number of channels C.
-        activation: ``leaky_relu``, ``elu``, ``sigmoid``, ``tanh`` or ``identity``.
-        slope: Slope of ``leaky_relu`` for negative inputs.
-        variant: Quantity in which the gradients are expressed. ``I`` uses x̂. ``II`` uses y, which saves one pass over the data.
-            Algorithm 2 is the backward pass of both.
+        slope: Slope of the activation φ, a leaky ReLU, for negative inputs: > 0 and <= 1; 1 for no activation.
         overwrite: Whether to write the output over the input. Set False if another operation needs the input. The layer does not
             store the input in either case.
         group: Process group that shares batch statistics. Each process gets the gradients of its own part of the batch, so
             gradients of parameters must be summed over the group. None: each process uses its own batch.
         synchronized: Whether a pipeline with replicas shares batch statistics over the replicas of a stage, by setting ``group``.
-        fixed_scale: Whether γ is 1 and not trained. A layer after a scale-covariant activation can absorb γ (section 3.3).
-        eps, momentum, affine, track_running_stats: As in :class:`torch.nn.BatchNorm2d`.
+        eps, momentum: As in :class:`torch.nn.BatchNorm2d`.
 
     Raises:
         ConfigError: If an argument is out of range.
@@ -56,26 +52,17 @@ class InPlaceABN(NormBase):
     def __init__(
         self,
         channels: int,
-        activation: str = "leaky_relu",
-        *,
         slope: float = 0.01,
-        variant: Literal["I", "II"] = "II",
+        *,
         overwrite: bool = True,
         group: dist.ProcessGroup | None = None,
         synchronized: bool = False,
-        fixed_scale: bool = False,
         eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
+        momentum: float = 0.1,
     ) -> None:
-        super().__init__(channels, eps, momentum, affine, track_running_stats)
-        require(variant in ("I", "II"), "variant", "I or II", variant)
-        self.activation = Activation(activation, slope)
-        self.variant, self.overwrite, self.group, self.synchronized = variant, overwrite, group, synchronized
-        if fixed_scale:
-            require(affine, "fixed_scale", "false with affine=False", fixed_scale)
-            self.weight.requires_grad_(False)
+        require(0 < slope <= 1, "slope", "a number > 0 and <= 1", slope)
+        super().__init__(channels, eps, momentum)
+        self.slope, self.overwrite, self.group, self.synchronized = slope, overwrite, group, synchronized
 
     def forward(self, x: Tensor) -> Tensor:
         """Return z, in the memory of ``x`` if ``overwrite`` is set."""
@@ -89,24 +76,25 @@ class InPlaceABN(NormBase):
             self.group = group
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, activation={self.activation.name}, variant={self.variant}"  # type: ignore[no-untyped-call]
+        return f"{super().extra_repr()}, slope={self.slope}"  # type: ignore[no-untyped-call]
 
 
 def norm_act(channels: int, activation: str | None, overwrite: bool, *, synchronized: bool = False) -> list[nn.Module]:
     """Build the layer for :data:`petra.models.layers.NORMS`."""
-    norm = InPlaceABN(channels, activation or "identity", slope=LEAK, overwrite=overwrite, synchronized=synchronized)
+    norm = InPlaceABN(channels, 1.0 if activation is None else LEAK, overwrite=overwrite, synchronized=synchronized)
     # The identity takes the place of the activation, so that state dictionaries have the same keys with every norm.
     return [norm, *([] if activation is None else [nn.Identity()])]
 
 
 class _InPlaceABN(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: InPlaceABN, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, layer: InPlaceABN, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         # Copies: backward needs these values even if an optimizer changes the parameters in between.
-        scale, shift = safe_affine(layer, x)
+        scale, shift = away_from_zero(weight, layer.eps), bias.clone()
         z = x if layer.overwrite else torch.empty_like(x)
         ctx.layer, ctx.statistics = layer, normalise(layer, x, z, scale, shift, layer.group)
-        layer.activation.apply_(z)
+        if layer.slope != 1:
+            F.leaky_relu_(z, layer.slope)
         if layer.overwrite:
             ctx.mark_dirty(x)
         ctx.save_for_backward(z, scale, shift, weight)
@@ -115,27 +103,16 @@ class _InPlaceABN(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        layer: InPlaceABN = ctx.layer
+        slope, statistics = ctx.layer.slope, ctx.statistics
         z, scale, shift, weight = ctx.saved_tensors
-        statistics, needs_dx = ctx.statistics, ctx.needs_input_grad[1]
-        rate = statistics.invstd if weight is None else away_from_zero(weight, layer.eps) * statistics.invstd
-
-        def invert_activation(dz: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-            return layer.activation.gradient(dz, z), layer.activation.inverse(z)
-
-        def invert_activation_and_affine(dz: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-            dy, y = invert_activation(dz, z)
-            return dy, affine(y, 1 / scale, -shift / scale)
-
-        kernels = _kernels(z) if layer.variant == "II" and layer.activation.name in FUSED else None
-        if kernels is not None:
-            dx, dgamma, dbeta = kernels.backward(dz, z, scale, shift, rate, statistics, layer.activation, needs_dx)
-        elif layer.variant == "II":
-            dx, dgamma, dbeta = normalise_backward(invert_activation, dz, z, scale, shift, rate, statistics, needs_dx)
-        else:
-            one, zero = torch.ones_like(scale), torch.zeros_like(shift)
-            dx, dgamma, dbeta = normalise_backward(invert_activation_and_affine, dz, z, one, zero, rate, statistics, needs_dx)
-        return None, dx, *((None, None) if weight is None else (dgamma, dbeta))
+        rate = away_from_zero(weight, ctx.layer.eps) * statistics.invstd
+        rest = scale, shift, rate, statistics, ctx.needs_input_grad[1]
+        if (kernels := _kernels(z)) is not None:
+            return None, *kernels.backward(dz, z, slope, *rest)
+        if slope == 1:
+            return None, *normalise_backward(dz, z, *rest)
+        dy = torch.ops.aten.leaky_relu_backward(dz, z, slope, True)
+        return None, *normalise_backward(dy, F.leaky_relu(z, 1 / slope), *rest)
 
 
 def _kernels(z: Tensor) -> ModuleType | None:

@@ -1,8 +1,7 @@
-"""Batch normalisation that can overwrite its input, and its gradient computed from the output or from any other invertible map."""
+"""Batch normalisation that can overwrite its input, and its gradient computed from the output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,6 @@ from petra.errors import ModelError, invalid
 from petra.torch_private import NormBase
 
 aten = torch.ops.aten
-Invert = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Map from (dL/dz, z) to (dL/dy, y)."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Statistics:
     running: bool = False
 
 
-def check_input(layer: NormBase, x: Tensor, group: dist.ProcessGroup | None = None, *, alone: bool = True) -> None:
+def check_input(layer: NormBase, x: Tensor, group: dist.ProcessGroup | None, *, alone: bool) -> None:
     """Check that a layer can normalise an input.
 
     Args:
@@ -48,17 +45,9 @@ def check_input(layer: NormBase, x: Tensor, group: dist.ProcessGroup | None = No
         got = f"{str(x.dtype).removeprefix('torch.')}{shape}"
         raise invalid(name, f"a floating-point input [B, {channels}, ...]", got, ModelError)
     processes = 1 if group is None else dist.get_world_size(group)
-    if (alone or group is not None) and _uses_batch(layer) and processes * x.numel() <= channels:
+    if (alone or group is not None) and layer.training and processes * x.numel() <= channels:
         expected = "at least 2 values per channel in training (a larger batch or larger images)"
         raise invalid(name, expected, f"1 in {shape}", ModelError)
-
-
-def safe_affine(layer: NormBase, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return copies of γ and β, with |γ| >= eps. Without affine parameters, return ones and zeros."""
-    if layer.weight is None:
-        kind = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
-        return x.new_ones(layer.num_features, dtype=kind), x.new_zeros(layer.num_features, dtype=kind)
-    return away_from_zero(layer.weight, layer.eps), layer.bias.clone()
 
 
 def away_from_zero(gamma: Tensor, eps: float) -> Tensor:
@@ -71,9 +60,7 @@ def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return torch.addcmul(_per_channel(shift, x), x, _per_channel(scale, x)).to(x.dtype)
 
 
-def normalise(
-    layer: NormBase, x: Tensor, out: Tensor, scale: Tensor, shift: Tensor, group: dist.ProcessGroup | None = None
-) -> Statistics:
+def normalise(layer: NormBase, x: Tensor, out: Tensor, scale: Tensor, shift: Tensor, group: dist.ProcessGroup | None) -> Statistics:
     """Compute scale · x̂ + shift.
 
     In training this uses the statistics of the batch and updates the running statistics. In evaluation it uses the latter.
@@ -85,56 +72,47 @@ def normalise(
         scale, shift: (C,).
         group: Process group that shares batch statistics.
     """
-    running, momentum = _running_statistics(layer)
-    if _uses_batch(layer) and group is None:
-        mean, invstd = torch.empty_like(scale), torch.empty_like(scale)
-        _batch_norm(x, out, scale, shift, *running, True, momentum, layer.eps, mean, invstd)
+    running = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
+    updates = layer.training and layer.track_running_stats  # not in a forward pass that the backward pass repeats
+    if updates:
+        layer.get_buffer("num_batches_tracked").add_(1)
+    if layer.training and group is None:
+        mean, invstd, momentum = torch.empty_like(scale), torch.empty_like(scale), layer.momentum if updates else 0.0
+        _batch_norm(x, out, scale, shift, *(running if updates else (None, None)), True, momentum, layer.eps, mean, invstd)
         return Statistics(mean, invstd)
     joint = None
-    if _uses_batch(layer):
+    if layer.training:
         assert group is not None
         mean, var, count = _joint_statistics(x, scale.dtype, group)
-        for average, value in zip(running, (mean, var * (count / (count - 1))), strict=True):
-            if average is not None:
-                average.lerp_(value, momentum)
+        if updates:
+            for average, value in zip(running, (mean, var * (count / (count - 1))), strict=True):
+                average.lerp_(value, layer.momentum)  # type: ignore[arg-type]
         joint = count, group
     else:
-        mean, var = layer.get_buffer("running_mean"), layer.get_buffer("running_var")
+        mean, var = running
     empty = scale.new_empty(0)
     _batch_norm(x, out, scale, shift, mean, var, False, 0.0, layer.eps, empty, empty)
     return Statistics(mean, (var + layer.eps).rsqrt(), joint, running=joint is None)
 
 
 def normalise_backward(
-    invert: Invert | None,
-    dz: Tensor,
-    z: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    rate: Tensor,
-    statistics: Statistics,
-    needs_dx: bool,
+    dy: Tensor, y: Tensor, scale: Tensor, shift: Tensor, rate: Tensor, statistics: Statistics, needs_dx: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return (dL/dx, Σ dy x̂, Σ dy) for x̂ = (y − shift) / scale.
-
-    With y = x̂ this is Algorithm 2 of Rota Bulò et al. 2018 for variant I, and with y = γ x̂ + β for variant II. One kernel
-    computes both.
+    """Return (dL/dx, Σ dy x̂, Σ dy) for x̂ = (y − shift) / scale: Algorithm 2 of Rota Bulò et al. 2018 in terms of y.
 
     Args:
-        invert: Map from (dL/dz, z) to (dL/dy, y). None if ``dz`` and ``z`` are dL/dy and y.
-        dz, z: (B, C, ...).
+        dy, y: dL/dy and y, (B, C, ...).
         scale, shift: (C,).
         rate: dL/dx divided by dL/dy for constant statistics, which is γ/σ, (C,).
         statistics: Statistics of the forward pass.
         needs_dx: Whether to compute dL/dx. The result has None in its place otherwise.
     """
-    dy, y = (dz, z) if invert is None else invert(dz, z)
     fused = needs_dx and not statistics.running and statistics.joint is None
     # The kernel computes x̂ as (input − mean) · invstd, and the rate as weight · invstd.
     moments = rate * scale, None, None, shift, 1 / scale
     dx, dgamma, dbeta = aten.native_batch_norm_backward(dy, y, *moments, True, 0.0, [fused, True, True])
     if needs_dx and not fused:
-        slope, offset = input_gradient_coefficients(dgamma, dbeta, scale, shift, rate, statistics, z.numel() // len(rate))
+        slope, offset = input_gradient_coefficients(dgamma, dbeta, scale, shift, rate, statistics, y.numel() // len(rate))
         dx = affine(y, slope, offset).addcmul_(dy, _per_channel(rate, dy))
     return dx if needs_dx else None, dgamma, dbeta
 
@@ -159,19 +137,6 @@ def input_gradient_coefficients(
     # dL/dx = rate · (dy − mean(dy) − x̂ mean(dy x̂))
     slope = -rate * mean_dgamma / scale
     return slope, -rate * mean_dbeta - slope * shift
-
-
-def _uses_batch(layer: NormBase) -> bool:
-    """Return whether a forward pass normalises by statistics of the batch."""
-    return layer.training or layer.running_mean is None
-
-
-def _running_statistics(layer: NormBase) -> tuple[tuple[Tensor | None, Tensor | None], float]:
-    """Return the running statistics that a forward pass updates, if any, and the momentum. Increments the batch counter."""
-    if not (layer.training and layer.track_running_stats):
-        return (None, None), 0.0
-    batches = layer.get_buffer("num_batches_tracked").add_(1)
-    return (layer.running_mean, layer.running_var), 1 / float(batches) if layer.momentum is None else layer.momentum
 
 
 def _joint_statistics(x: Tensor, dtype: torch.dtype, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
