@@ -34,13 +34,13 @@ ROOMS = {
     ("petra/staleness",): Budget(447, 447),
     ("petra/training",): Budget(1_774, 1_774),
     ("petra/data",): Budget(1_908, 1_908),
-    ("petra/models",): Budget(1_721, 1_721),
+    ("petra/models",): Budget(1_687, 1_687),
     ("petra/inplace_abn",): Budget(1_709, 1_709),
     ("petra/elastic", "launch/elastic"): Budget(999, 999),
     ("petra/huggingface",): Budget(1_370, 1_370),
     ("petra/diagnostics",): Budget(838, 838),
     ("petra/cost_model",): Budget(1_534, 1_534),
-    ("petra/analysis",): Budget(398, 398),
+    ("petra/analysis",): Budget(350, 350),
     ("launch/*.py", "launch/templates"): Budget(1_043, 1_043),
     ("launch/config",): Budget(804, 400),
     ("launch/run",): Budget(1_868, 1_658),
@@ -51,10 +51,10 @@ ROOMS = {
     ("benchmarks",): Budget(3_158, 3_158),
     ("examples",): Budget(787, 787),
     ("tests", "stress"): Budget(17_185, 15_768),
-    ("docs",): Budget(289, 289),
+    ("docs",): Budget(342, 342),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_871, 26_948)
+BOTH = Budget(26_789, 26_948)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_008, 6_008)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
@@ -63,7 +63,7 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(113, 113)
+KEYS = Budget(111, 111)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

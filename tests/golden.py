@@ -118,7 +118,7 @@ RUNS = (
     _run("compile", "trainer.compile=aot_eager k=2 model.depth=1", data=TEXT),
     _run("tokens", "k=2 optim=adamw optim.lr=0.01", data=TOKENS),
     _run("gpt", f"model=gpt {MODERN}", data=TEXT),
-    _run("leapfrog", "model.coupling=leapfrog model.delimiter=7 k=2", data=TEXT),
+    _run("documents", "model.delimiter=7 k=2", data=TEXT),
     _run("vit_dropout", "model=revvit model.width=null model.dim=16 model.heads=2 model.depth=2 model.dropout=0.1 k=2"),
     _run("revnet38", "model=revnet38 k=2 trainer.stages=4 trainer.limit_batches=5"),
     _run("inplace_abn", f"model=wide_resnet38 model.norm=inplace_abn model.width=0.0625 k=2 trainer.stages=4 {FEW}"),

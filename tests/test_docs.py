@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
 import petra
+from docs import schedules
 from docs.reference import page
 from examples.own_model import Patches, branch
 from launch.cli import take_processes
@@ -33,7 +34,6 @@ from launch.config.schema import Config
 from launch.run.build import set_up
 from launch.runtime.rank import Process
 from petra import ConfigError, Model, TensorSpec
-from petra.analysis import timeline
 from tests.structure import ROOT
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
@@ -148,9 +148,9 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
     assert flags <= {"--help"} or flags <= set(re.findall(r"--[\w-]+", usage(module)))
     assert not any(word.startswith("[") for word in rest), "notation of a manual, not a command"
     values = dict(pairwise(rest))
-    if module == "petra.analysis.timeline":
+    if module == "docs.schedules":
         drawing = out / Path(values["--out"]).name
-        timeline.main([*rest, "--out", str(drawing)])
+        schedules.main([*rest, "--out", str(drawing)])
         kept = ROOT / "docs" / "figures" / drawing.name
         assert not kept.exists() or labels(kept) == labels(drawing)
     if module not in (*TRAINS, "launch.doctor"):

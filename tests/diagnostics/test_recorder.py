@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from petra.analysis.timeline import main, write_timeline
+from docs.schedules import main
+from petra.analysis.timeline import write_timeline
 from petra.diagnostics import recorder as recording
 from petra.diagnostics.events import Interval, Kind, split_waits
 from petra.diagnostics.recorder import Recorder, StageTimes, clock_offset, gathered_intervals

@@ -30,14 +30,14 @@ TEXTS = RandomTokens(4, 12, 20)
 MODELS: dict[str, Callable[[], Model]] = {
     "gpt": lambda: gpt(20, 32, 2, 4, size=12, kv_heads=2, qk_norm=True, mlp="swiglu", hidden=24, delimiter=0),
     "revgpt": lambda: revgpt(20, 32, 2, 4, size=12),
-    "midpoint": lambda: revgpt(20, 32, 2, 4, size=12, coupling="midpoint", norm="rmsnorm", bias=False, positions="rotary"),
+    "modern": lambda: revgpt(20, 32, 2, 4, size=12, norm="rmsnorm", bias=False, positions="rotary"),
 }
 CASES: dict[str, dict[str, Any]] = {
     "gpt": {"model": "gpt", "rules": UpdateRules(clip=0.5, average=0.9)},
     "revgpt": {"model": "revgpt", "rules": UpdateRules(clip=0.5)},
-    "bf16 messages": {"model": "midpoint", "numerics": Numerics(wire="bf16")},
+    "bf16 messages": {"model": "modern", "numerics": Numerics(wire="bf16")},
     "clipped globally": {"model": "revgpt", "method": "1f1b", "rules": UpdateRules(clip=0.5, clip_globally=True)},
-    "old weights": {"model": "midpoint", "method": "pipedream"},
+    "old weights": {"model": "modern", "method": "pipedream"},
     "remedies": {"model": "revgpt", "remedies": [WeightPrediction("difference"), Feedback(0.5)]},
     "correction": {"model": "revgpt", "remedies": [Correction(0.1)]},
     "divided state": {
