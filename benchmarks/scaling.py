@@ -22,8 +22,8 @@ from benchmarks.report import alternate, benchmark_parser, in_processes, machine
 from benchmarks.two_stages import Noise, build, sgd
 from launch.bench.contestants import period
 from petra import METHODS, Keep, Method, Pipeline, Recipe
-from petra.diagnostics.activation_memory import measured
 from petra.settings import Numerics
+from reproduction.stored_memory import measured
 
 KEEPS = {"nothing": METHODS["petra"], "graphs": Method("petra", delay=2, keep=Keep.GRAPH)}
 COPIES = 3

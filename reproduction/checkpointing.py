@@ -14,10 +14,10 @@ from torch.utils.flop_counter import flop_registry
 
 from launch.run.markdown import table
 from petra.analysis.plots import Panel
-from petra.diagnostics.activation_memory import GraphMeter
 from petra.reversible import Coupling, ReversibleSequence
 from petra.reversible.coupling import Pair
 from petra.torch_private import TorchDispatchMode
+from reproduction.stored_memory import GraphMeter
 
 from .paper import REVNET_TABLE1
 from .report import Report, Request

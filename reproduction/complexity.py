@@ -15,7 +15,6 @@ from petra import Recipe
 from petra.cost_model.costs import StageCost
 from petra.cost_model.simulator import predict
 from petra.cost_model.stage_memory import count_stage
-from petra.diagnostics.activation_memory import ActivationMemory
 from petra.engine.stage import Stage
 from petra.hooks import Hook
 from petra.method import METHODS, Keep, Method
@@ -24,6 +23,7 @@ from petra.pipeline import Pipeline
 from petra.reversible import Coupling
 from petra.specs import Message, Streams, TensorSpec
 from petra.torch_private import storage_key
+from reproduction.stored_memory import ActivationMemory
 
 from .checkpointing import FlopCounter
 from .paper import TABLE1

@@ -38,7 +38,7 @@ ROOMS = {
     ("petra/inplace_abn",): Budget(1_709, 1_709),
     ("petra/elastic", "launch/elastic"): Budget(999, 999),
     ("petra/huggingface",): Budget(1_370, 1_370),
-    ("petra/diagnostics",): Budget(838, 838),
+    ("petra/diagnostics",): Budget(717, 717),
     ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(350, 350),
     ("launch/*.py", "launch/templates"): Budget(1_043, 1_043),
@@ -47,14 +47,14 @@ ROOMS = {
     ("launch/runtime",): Budget(660, 660),
     ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
-    ("reproduction",): Budget(2_088, 2_080),
+    ("reproduction",): Budget(2_208, 2_200),
     ("benchmarks",): Budget(3_158, 3_158),
     ("examples",): Budget(787, 787),
     ("tests", "stress"): Budget(17_185, 15_768),
     ("docs",): Budget(342, 342),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_789, 26_948)
+BOTH = Budget(26_668, 26_827)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_008, 6_008)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

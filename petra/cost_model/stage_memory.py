@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from petra.diagnostics.activation_memory import rounded
+from petra.diagnostics.process_memory import rounded
 from petra.engine.build import make_stage
 from petra.engine.endpoints import LossPort
 from petra.engine.options.bf16_weights import MasterWeights, shorten

@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, and how the C library's allocator treats freed memory."""
+"""Memory of this process: its peak, and how allocators treat small tensors and freed memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import sys
 
 import torch
 
+BLOCK = 512
+"""Sizes of tensors are rounded up to a multiple of this number of bytes, as torch's CUDA allocator does."""
 TRIM_THRESHOLD, TOP_PAD, MMAP_MAX, ARENA_MAX = -1, -2, -4, -8
 """Parameters of ``mallopt``, from glibc's malloc.h."""
 MALLOC_SETTINGS = {MMAP_MAX: 0, TRIM_THRESHOLD: -1, TOP_PAD: 2**26, ARENA_MAX: 1}
@@ -50,3 +52,8 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def rounded(size: int) -> int:
+    """Return the bytes that the allocator takes for a tensor of ``size`` bytes."""
+    return -(-size // BLOCK) * BLOCK

@@ -9,7 +9,7 @@ from torch._subclasses import fake_tensor
 from petra import ConfigError, Numerics, Pipeline, TensorSpec, UpdateRules
 from petra.cost_model.memory import PredictedMemory, predict_memory
 from petra.cost_model.stage_memory import LiveBytes
-from petra.diagnostics.activation_memory import BLOCK, rounded
+from petra.diagnostics.process_memory import BLOCK, rounded
 from petra.engine.recipe import Recipe
 from petra.models import MODELS
 from petra.plan import make_plan

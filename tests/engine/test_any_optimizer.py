@@ -15,7 +15,7 @@ from launch.config.schema import Section
 from launch.run.targets import optimizer_factory
 from petra import ConfigError, Model, Pipeline, UpdateRules
 from petra.cost_model.stage_memory import count_stage
-from petra.diagnostics.activation_memory import rounded
+from petra.diagnostics.process_memory import rounded
 from petra.staleness import WeightPrediction
 from petra.torch_private import inner_tensors
 from petra.training.state import load_state, state_of

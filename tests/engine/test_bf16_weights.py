@@ -10,7 +10,7 @@ from torch import Tensor
 
 from petra import ConfigError, Numerics, Pipeline, UpdateRules
 from petra.cost_model.stage_memory import count_stage
-from petra.diagnostics.activation_memory import rounded
+from petra.diagnostics.process_memory import rounded
 from petra.engine.options.optimizer_state import MASTER
 from petra.staleness import Discount, WeightPrediction
 from petra.training import Checkpoints, newest, restore

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from petra import ConfigError, Keep, Method, ModelError, Pipeline, Runtime
 from petra.data import EvalSource, TrainSource, from_dataset, load_dataset
-from petra.diagnostics.activation_memory import ActivationMemory
 from petra.plan import make_plan
 from petra.settings import Numerics
 from petra.training import Checkpoints, restore
+from reproduction.stored_memory import ActivationMemory
 from tests.support.nets import RandomSource, assert_equal, mixed, mixed_net
 from tests.support.refusals import refuses
 

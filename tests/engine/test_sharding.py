@@ -11,7 +11,7 @@ from torch import nn
 
 from petra import ConfigError, Numerics, Pipeline, Recipe, TensorSpec, UpdateRules
 from petra.cost_model.memory import predict_memory
-from petra.diagnostics.activation_memory import rounded
+from petra.diagnostics.process_memory import rounded
 from petra.engine.options.sharding import divide, elements, keep_share
 from petra.plan import make_plan
 from petra.staleness import Correction, Discount, WeightPrediction

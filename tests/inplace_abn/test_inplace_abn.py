@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from benchmarks.report import kept_bytes
 from petra.cost_model.memory import stored_activations
-from petra.diagnostics.activation_memory import measured
 from petra.errors import ModelError
 from petra.inplace_abn import InPlaceABN, layer
 from petra.model import Chain
@@ -22,6 +21,7 @@ from petra.models import MODELS, revnet18
 from petra.reversible import Coupling, frozen_statistics, normalisations
 from petra.specs import as_streams
 from petra.training import sgd
+from reproduction.stored_memory import measured
 from tests.support.nets import RandomSource, make_pipeline
 from tests.support.refusals import refuses
 

@@ -10,15 +10,13 @@ from operator import itemgetter
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from petra.diagnostics.process_memory import rounded
 from petra.engine.endpoints import DataSource
 from petra.engine.stage import Stage
 from petra.hooks import Hook
 from petra.pipeline import Pipeline
 from petra.specs import Streams
 from petra.torch_private import storage_key
-
-BLOCK = 512
-"""Sizes of tensors are rounded up to a multiple of this number of bytes, as torch's CUDA allocator does."""
 
 
 class GraphMeter:
@@ -114,11 +112,6 @@ def stored_bytes(stage: Stage, graphs: GraphMeter, *, weights: bool = True) -> i
         if not weights:
             excluded |= {storage_key(tensor) for tensor in copies}
     return sum(rounded(size) for key, size in sizes.items() if key not in excluded)
-
-
-def rounded(size: int) -> int:
-    """Return the bytes that the allocator takes for a tensor of ``size`` bytes."""
-    return -(-size // BLOCK) * BLOCK
 
 
 def measured(pipeline: Pipeline, data: DataSource, microbatches: int) -> list[int]:

@@ -4,7 +4,8 @@ import pytest
 
 from petra import Keep, Method, Weights
 from petra.cost_model.memory import stored_activations
-from petra.diagnostics.activation_memory import measured, rounded
+from petra.diagnostics.process_memory import rounded
+from reproduction.stored_memory import measured
 from tests.support.nets import RandomSource, mixed, mixed_net
 
 METHODS = [
