@@ -34,7 +34,7 @@ ROOMS = {
     ("petra/staleness",): Budget(447, 447),
     ("petra/training",): Budget(1_774, 1_774),
     ("petra/data",): Budget(1_908, 1_908),
-    ("petra/models",): Budget(1_687, 1_687),
+    ("petra/models",): Budget(1_593, 1_593),
     ("petra/inplace_abn",): Budget(1_709, 1_709),
     ("petra/elastic", "launch/elastic"): Budget(999, 999),
     ("petra/huggingface",): Budget(1_370, 1_370),
@@ -48,13 +48,13 @@ ROOMS = {
     ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
     ("reproduction",): Budget(2_208, 2_200),
-    ("benchmarks",): Budget(3_158, 3_158),
-    ("examples",): Budget(787, 787),
+    ("benchmarks",): Budget(3_041, 3_041),
+    ("examples",): Budget(944, 944),
     ("tests", "stress"): Budget(17_185, 15_768),
     ("docs",): Budget(342, 342),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_668, 26_827)
+BOTH = Budget(26_574, 26_733)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(6_008, 6_008)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
@@ -63,7 +63,7 @@ UNFORMATTED = Budget(4, 0)
 """Statements that the formatter is told to leave alone."""
 CONFIGURATION = Budget(780, 900)
 """Lines of YAML in conf/."""
-KEYS = Budget(111, 111)
+KEYS = Budget(110, 110)
 """Keys of the configuration: fields of the schema that are no groups, and parameters of shipped targets, each name once a group."""
 PARAMETERS = {
     "petra.engine.stage:Stage": Budget(4, 4),

@@ -39,6 +39,7 @@ SEGMENTATION = (
     *("data.workers=0", "model=deeplabv3", "model.width=0.0625"),
 )
 FEW = "trainer.limit_batches=5"
+VIT = "model._target_=examples.vision_transformer.revvit"
 COMMON = (
     *("trainer.device=cpu", "trainer.channels_last=false", "trainer.epochs=2", "trainer.limit_batches=13", "optim.lr=1.0"),
     *("schedule.warmup_epochs=1", "schedule.milestones=null", "trainer.export=pt", "checkpoint.keep=0"),
@@ -119,7 +120,7 @@ RUNS = (
     _run("tokens", "k=2 optim=adamw optim.lr=0.01", data=TOKENS),
     _run("gpt", f"model=gpt {MODERN}", data=TEXT),
     _run("documents", "model.delimiter=7 k=2", data=TEXT),
-    _run("vit_dropout", "model=revvit model.width=null model.dim=16 model.heads=2 model.depth=2 model.dropout=0.1 k=2"),
+    _run("vit_dropout", f"{VIT} model.dim=16 model.heads=2 model.depth=2 model.dropout=0.1 k=2", data=IMAGES[:-1]),
     _run("revnet38", "model=revnet38 k=2 trainer.stages=4 trainer.limit_batches=5"),
     _run("inplace_abn", f"model=wide_resnet38 model.norm=inplace_abn model.width=0.0625 k=2 trainer.stages=4 {FEW}"),
     _run("deeplab", "model.body=revnet18 k=2 trainer.bootstrap=0.5 trainer.stages=3 schedule=polynomial", data=SEGMENTATION),

@@ -17,12 +17,11 @@ from petra.models.preactivation import (
 )
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
 from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
-from petra.models.vision_transformer import revvit
 
 _RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
 _REVNETS = (revnet18, revnet34, revnet50, revnet101, revnet38, revnet110, revnet164, revnet104, revnet602)
 
-MODELS: dict[str, Callable[..., Model]] = {build.__name__: build for build in (*_RESNETS, *_REVNETS, gpt, revgpt, revvit)}
+MODELS: dict[str, Callable[..., Model]] = {build.__name__: build for build in (*_RESNETS, *_REVNETS, gpt, revgpt)}
 """Builders by name. :mod:`petra.inplace_abn` adds its own when it is imported.
 
 Every builder takes ``classes``. Builders that depend on the side of the images or the context length take it as ``size``. All
@@ -54,5 +53,4 @@ __all__ = [
     "revnet110",
     "revnet164",
     "revnet602",
-    "revvit",
 ]

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import petra.inplace_abn  # noqa: F401 - adds the norms of revnet18
+from examples.vision_transformer import revvit
 from petra import Model, Numerics, Pipeline, Runtime
 from petra.models import MODELS
 from petra.training import OPTIMIZERS
@@ -30,7 +31,7 @@ NETS: Mapping[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
     "abn": (lambda: MODELS["revnet18"](5, width=0.125, norm="inplace_abn"), lambda: _images(16)),
     "resnet18": (lambda: MODELS["resnet18"](5, width=0.125), lambda: _images(16)),
     "revgpt": (lambda: MODELS["revgpt"](64, dim=16, depth=3, heads=2, dropout=0.1, size=12), lambda: RandomTokens(BATCH, 12, 64)),
-    "revvit": (lambda: MODELS["revvit"](5, dim=16, depth=3, heads=2, dropout=0.1, size=16), lambda: _images(16)),
+    "revvit": (lambda: revvit(5, dim=16, depth=3, heads=2, dropout=0.1, size=16), lambda: _images(16)),
 }
 
 

@@ -66,7 +66,7 @@ def test_shipped_targets_are_those_of_the_registries() -> None:
 
 
 def test_a_key_of_an_experiment_that_another_model_lacks_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    config = compose_overrides(["experiment=petra/quick", "model=revvit"])
+    config = compose_overrides(["experiment=petra/quick", "model=revgpt"])
     assert "width" not in config.model.options
     assert capsys.readouterr().out.startswith(
         "model.width=0.25 of the experiment is left out, because it is for another model._target_"
@@ -75,9 +75,9 @@ def test_a_key_of_an_experiment_that_another_model_lacks_is_left_out(capsys: pyt
         "depth": 2
     }
     assert "width" in compose_overrides(["experiment=petra/quick", "model._target_=mine.network", "model.width=2"]).model.options
-    with pytest.raises(ConfigError, match=r"model\.width: expected null for revvit, which has the options patch, dim, "):
-        compose_overrides(["model=revvit", "model.width=0.5"])
-    assert compose_overrides(["model=revvit", "model.width=null"]).model.options["patch"] == 4
+    with pytest.raises(ConfigError, match=r"model\.width: expected null for revgpt, which has the options dim, depth, "):
+        compose_overrides(["model=revgpt", "model.width=0.5"])
+    assert compose_overrides(["model=revgpt", "model.width=null"]).model.options["dim"] == 384
     assert compose_overrides(["model.width=null"]).model.options["width"] == 1  # null is the default of the signature
     assert compose_overrides(["schedule.milestones=null"]).schedule.options["milestones"] == []
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.vision_transformer import revvit
 from petra import METHODS, ConfigError, Model, ModelError, TensorSpec
-from petra.models import gpt, revgpt, revvit
+from petra.models import gpt, revgpt
 from petra.models.attention import MLP, Attention, LayerOptions
 from petra.models.generation import Sampling, generate
 from petra.models.language import POSITIONS

@@ -1,4 +1,4 @@
-"""A reversible vision transformer.
+"""A reversible vision transformer, by ``petra train model._target_=examples.vision_transformer.revvit data=digits``.
 
 A layer is one reversible block, y1 = x1 + attention(x2) and y2 = x2 + MLP(y1). Each branch starts with a normalisation (Mangalam et
 al. 2022, "Reversible vision transformers", section 3.2). Both streams start as the embedding, and the head reads both. All layers
