@@ -26,7 +26,7 @@ class Budget(NamedTuple):
 
 ROOMS = {
     ("petra/*.py",): Budget(1_616, 1_566),
-    ("petra/reversible",): Budget(617, 617),
+    ("petra/reversible",): Budget(607, 607),
     ("petra/plan",): Budget(935, 935),
     ("petra/transport",): Budget(695, 695),
     ("petra/engine",): Budget(1_918, 1_918),
@@ -35,7 +35,7 @@ ROOMS = {
     ("petra/training",): Budget(1_774, 1_774),
     ("petra/data",): Budget(1_908, 1_908),
     ("petra/models",): Budget(1_593, 1_593),
-    ("petra/inplace_abn",): Budget(1_709, 1_709),
+    ("petra/inplace_abn",): Budget(1_703, 1_703),
     ("petra/elastic", "launch/elastic"): Budget(999, 999),
     ("petra/huggingface",): Budget(1_370, 1_370),
     ("petra/diagnostics",): Budget(717, 717),
@@ -47,16 +47,16 @@ ROOMS = {
     ("launch/runtime",): Budget(660, 660),
     ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
-    ("reproduction",): Budget(2_208, 2_200),
-    ("benchmarks",): Budget(3_041, 3_041),
-    ("examples",): Budget(944, 944),
+    ("reproduction",): Budget(2_209, 2_201),
+    ("benchmarks",): Budget(3_044, 3_044),
+    ("examples",): Budget(879, 879),
     ("tests", "stress"): Budget(17_185, 15_768),
-    ("docs",): Budget(342, 342),
+    ("docs",): Budget(344, 344),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_574, 26_733)
+BOTH = Budget(26_570, 26_570)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
-CORE = Budget(6_008, 6_008)
+CORE = Budget(5_998, 5_998)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)

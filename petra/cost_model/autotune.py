@@ -20,6 +20,8 @@ from petra.settings import TransportName
 
 TOLERANCE = 0.01
 """Relative loss of throughput that a smaller delay may cost; less than the variation from run to run."""
+LARGEST_DELAY = 4
+"""Largest delay of a boundary that is tried."""
 MOST_STAGES = 64
 """Stages above which all boundaries get the same delay: a search for each of them takes minutes."""
 SEARCHES = 20
@@ -122,7 +124,6 @@ def choose_delays(
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
     device_type: str = "cpu",
-    max_delay: int = 4,
 ) -> tuple[int, ...]:
     """Choose the smallest boundary delays that keep the throughput of the largest ones, up to :data:`TOLERANCE`.
 
@@ -136,9 +137,8 @@ def choose_delays(
         link, processes: As for :func:`petra.cost_model.simulator.predict`.
         transport: Transport that the run requests.
         device_type: ``cpu`` or ``cuda``, by which ``auto`` selects a transport.
-        max_delay: Largest delay of a boundary.
     """
-    max_delay, boundaries = largest_delay(method, k, len(costs), max_delay), len(costs) - 1
+    most, boundaries = largest_delay(method, k, len(costs), LARGEST_DELAY), len(costs) - 1
 
     def period(delays: Sequence[int]) -> float:
         rules = simulated_transport(transport, delays, device_type)
@@ -146,8 +146,8 @@ def choose_delays(
 
     if not boundaries:
         return ()
-    longest_period = (1 + TOLERANCE) * period([max_delay] * boundaries)
-    uniform = next((d for d in range(max_delay) if period([d] * boundaries) <= longest_period), max_delay)
+    longest_period = (1 + TOLERANCE) * period([most] * boundaries)
+    uniform = next((d for d in range(most) if period([d] * boundaries) <= longest_period), most)
     delays = [uniform] * boundaries
     for boundary in reversed(range(boundaries)) if len(costs) <= MOST_STAGES else ():
         while delays[boundary]:

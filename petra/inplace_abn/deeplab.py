@@ -115,19 +115,18 @@ def deeplabv3(
     return Model(f"deeplabv3_{body}", (*built.blocks(), *head))
 
 
-def dilated(body: layers.Body, stem_stride: int, output_stride: int = OUTPUT_STRIDE) -> layers.Body:
-    """Return a body whose output stride is ``output_stride``. Rows that would downsample further dilate instead.
+def dilated(body: layers.Body, stem_stride: int) -> layers.Body:
+    """Return a body whose output stride is :data:`OUTPUT_STRIDE`. Rows that would downsample further dilate instead.
 
     Args:
         body: A body whose rows have the fields ``stride`` and ``dilation``.
         stem_stride: Factor by which the stem downsamples.
-        output_stride: Side of the image divided by the side of the output.
     """
     rows: list[Any] = []
     stride, dilation = stem_stride, 1
     for row in body.rows:
         own = row.stride
-        if stride * own > output_stride:
+        if stride * own > OUTPUT_STRIDE:
             own, dilation = 1, dilation * own
         stride *= own
         rows.append(row._replace(stride=own, dilation=dilation))

@@ -118,12 +118,11 @@ def cityscapes(
     folder = folder_of(root, "cityscapes", CITYSCAPES_HELP)
 
     def pairs(split: str) -> list[Pair]:
-        found = []
-        for city in _folders(folder / "leftImg8bit" / split, CITYSCAPES_HELP):
-            for image in _files(city, ("_leftimg8bit.png",), CITYSCAPES_HELP):
-                name = image.name.replace("_leftImg8bit.png", "_gtFine_labelIds.png")
-                found.append(Pair(image, folder / "gtFine" / split / city.name / name))
-        return found
+        images, labels, end = folder / "leftImg8bit" / split, folder / "gtFine" / split, "_leftImg8bit.png"
+        cities = [images / name for name in listed(images, CITYSCAPES_HELP) if (images / name).is_dir()]
+        found = [image for city in cities for image in _files(city, (end.lower(),), CITYSCAPES_HELP)]
+        require(len(found) > 0, str(images), "folders of images", f"none; {CITYSCAPES_HELP}", DataError)
+        return [Pair(i, labels / i.parent.name / i.name.replace(end, "_gtFine_labelIds.png")) for i in found]
 
     known = {value: number for number, value in enumerate(CITYSCAPES_CLASSES.values())}
     values = LabelValues.of(known, range(34), "from 0 to 33 (labelIds)")
@@ -231,10 +230,4 @@ def _complete(pairs: Sequence[Pair], help: str) -> Sequence[Pair]:
 def _files(folder: Path, endings: tuple[str, ...], help: str) -> list[Path]:
     found = [folder / name for name in listed(folder, help) if name.lower().endswith(endings)]
     require(len(found) > 0, str(folder), f"files that end in {alternatives(endings)}", f"none; {help}", DataError)
-    return found
-
-
-def _folders(folder: Path, help: str) -> list[Path]:
-    found = [folder / name for name in listed(folder, help) if (folder / name).is_dir()]
-    require(len(found) > 0, str(folder), "folders", f"none; {help}", DataError)
     return found

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from petra.reversible.coupling import Pair, ReversibleBlock, trainable_parameters
-from petra.reversible.grid import Grid
 from petra.reversible.replay import NOTHING, autocast_to, derive_seed, forbid_buffer_changes, frozen_statistics, normalisations
 from petra.specs import Streams
 
@@ -30,26 +29,17 @@ class ReversibleSequence(nn.Module):
 
     Args:
         blocks: The blocks, in the order of the forward pass.
-        grid: Round the streams to this grid, so that reconstruction is exact bit for bit (:mod:`petra.reversible.grid`). Call
-            ``grid.require()`` to check that they stayed in its range.
 
     Raises:
-        ModelError: If there is a grid and a block does not support exact streams; in the first forward pass, if a block changes a
-            buffer that is no running statistic of a normalisation.
+        ModelError: In the first forward pass, if a block changes a buffer that is no running statistic of a normalisation.
     """
 
-    def __init__(self, blocks: Iterable[ReversibleBlock], *, grid: Grid | None = None) -> None:
+    def __init__(self, blocks: Iterable[ReversibleBlock]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
-        self.grid = grid
         self._checked = False
-        if grid is not None:
-            for block in self.blocks:
-                cast(ReversibleBlock, block).enable_exact_streams(grid)
 
     def forward(self, x1: Tensor, x2: Tensor) -> Pair:
-        if self.grid is not None:
-            x1, x2 = self.grid.enter(x1), self.grid.enter(x2)
         checked, self._checked = self._checked, True
         trainable = [trainable_parameters(block) for block in self.blocks]
         if torch.is_grad_enabled() and (any(trainable) or x1.requires_grad or x2.requires_grad):

@@ -12,7 +12,6 @@ from petra.reversible import (
     Coupling,
     Grid,
     ReversibleBlock,
-    ReversibleSequence,
     TwoFunctionCoupling,
     frozen_statistics,
     normalisations,
@@ -72,12 +71,12 @@ def test_streams_out_of_range_are_an_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x * 1e4
 
-    grid = Grid()
-    sequence = ReversibleSequence([Coupling(Loud())], grid=grid)
-    sequence(torch.full((2,), 250.0), torch.zeros(2))
+    grid, block = Grid(), Coupling(Loud())
+    block.enable_exact_streams(grid)
+    block(torch.full((2,), 250.0), torch.zeros(2))
     grid.require()
-    sequence(torch.zeros(2), torch.ones(2))
-    sequence(torch.tensor([float("nan"), 1.0]), torch.ones(2))  # the update reports this one
+    block(torch.zeros(2), torch.ones(2))
+    block(torch.tensor([float("nan"), 1.0]), torch.ones(2))  # the update reports this one
     with pytest.raises(ModelError, match=r"exact_streams: expected .* at most 256 in torch\.float32, got 10000"):
         grid.require()
 
@@ -87,7 +86,7 @@ def test_blocks_and_types_without_exact_streams_raise_an_error() -> None:
         enable_exact_streams = ReversibleBlock.enable_exact_streams
 
     with pytest.raises(ModelError, match="exact_streams: expected reversible blocks that override enable_exact_streams, got Other"):
-        ReversibleSequence([Other(nn.Identity(), nn.Identity())], grid=Grid())
+        Other(nn.Identity(), nn.Identity()).enable_exact_streams(Grid())
     own = Model("own", (BlockSpec("stem", lambda: Stem(2)), BlockSpec("other", lambda: Other(nn.Identity(), nn.Identity()))))
     with pytest.raises(ModelError, match=r"exact_streams: .* block other.* enable_exact_streams"):
         make_plan(own, RandomSource(dtype=torch.float32).spec, processes=2, numerics=EXACT)
