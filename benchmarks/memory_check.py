@@ -1,6 +1,6 @@
 """Memory of reversible language models whose optimizer state two replicas divide: predicted, and used by four processes.
 
-``python -m benchmarks.memory_check [--sizes 15 135] [--tokens 64]``
+python -m benchmarks.memory_check [--sizes 15 135] [--tokens 64]
 
 PETRA trains two stages with AdamW. Prints MB (10^6 bytes) of each stage: predicted, and for each replica the most bytes of live
 tensors and what the peak of resident memory grows by after the imports.
