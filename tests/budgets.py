@@ -50,11 +50,11 @@ ROOMS = {
     ("reproduction",): Budget(2_209, 2_201),
     ("benchmarks",): Budget(3_044, 3_044),
     ("examples",): Budget(879, 879),
-    ("tests", "stress"): Budget(17_185, 15_768),
+    ("tests", "stress"): Budget(17_111, 15_768),
     ("docs",): Budget(344, 344),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_570, 26_570)
+BOTH = Budget(26_558, 26_558)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(5_998, 5_998)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

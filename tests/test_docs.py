@@ -144,7 +144,8 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
     else:
         module, rest = words[2], words[3:]
     flags = {word for word in rest if re.fullmatch(r"--[\w-]+", word)}
-    assert not re.search(r"``|::|\|--", usage(module)), "help has no markup"
+    if module.startswith("launch.") and find_spec(module):  # the change log names commands that have left
+        assert not re.search(r"``|::|\|--", usage(module)), "help of petra has no markup"
     assert flags <= {"--help"} or flags <= set(re.findall(r"--[\w-]+", usage(module)))
     assert not any(word.startswith("[") for word in rest), "notation of a manual, not a command"
     values = dict(pairwise(rest))
