@@ -14,8 +14,10 @@ from launch.config.compose import compose_overrides
 from launch.config.schema import AUTO, Config
 from launch.run.build import set_up
 from launch.run.data import load
+from launch.run.folder import RunFolder, as_data, differences
 from launch.runtime.rank import Process
 from launch.runtime.reporting import CANCELLED, STOPPED
+from petra.errors import require
 
 RESUME = f"resume={AUTO}"
 
@@ -50,8 +52,13 @@ class Job:
         """Check the configuration for a number of processes before any run starts.
 
         Raises:
-            PetraError: If it cannot be run, or needs a path to its data.
+            PetraError: If it cannot be run, needs a path to its data, or would replace a finished run with another configuration.
         """
+        run = RunFolder(self.folder)
+        if run.summary():
+            differing = differences(run.config(), as_data(self.config)).keys() - {"run_dir", "resume", "resume_change"}
+            got = f"{self.folder}, a finished run with another {', '.join(sorted(differing))}"
+            require(not differing, "--out", "a new folder", got)
         if self.config.data.options.get("root", "") is None:
             load(self.config.data)  # raises the error that tells where to get the files
         set_up(self.config, Process(rank=0, world=processes, local_rank=0, local_world=processes))

@@ -47,10 +47,10 @@ ROOMS = {
     ("launch/runtime",): Budget(660, 660),
     ("launch/doctor", "launch/selftest"): Budget(964, 964),
     ("launch/bench",): Budget(768, 768),
-    ("reproduction",): Budget(2_209, 2_201),
+    ("reproduction",): Budget(2_216, 2_201),
     ("benchmarks",): Budget(3_044, 3_044),
-    ("examples",): Budget(879, 879),
-    ("tests", "stress"): Budget(17_111, 15_768),
+    ("examples",): Budget(882, 882),
+    ("tests", "stress"): Budget(17_117, 15_768),
     ("docs",): Budget(344, 344),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""

@@ -13,22 +13,25 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from petra.engine.options.remedy import Remedy
+from petra.staleness import WeightPrediction
 from petra.staleness.step import AroundStep
+from petra.torch_private import foreach_add
 
 
 @dataclass(frozen=True)
-class FittedPrediction(Remedy):
+class FittedPrediction(WeightPrediction):
     """Predict weights for forward passes with a gain that each stage fits to its own updates."""
 
+    prediction: Literal["difference"] = "difference"
     memory: float = 0.95
     sample: int = 1024
 
     def parts(self, stage, optimizer, plan, j):
-        staleness = plan.stages[j].staleness
+        staleness = self.horizon * plan.stages[j].staleness
         return [_Fitted(stage, optimizer, staleness, self)] if staleness else []
 
 
@@ -61,5 +64,5 @@ class _Fitted(AroundStep):
     @torch.no_grad()
     def refresh(self):
         ahead = self.gain * self.staleness
-        predicted = [p + ahead * step for p, step in zip(self.parameters, self.values, strict=False)]
-        self.stage.use_in_forward(self.by_parameter(predicted))
+        predicted = foreach_add(self.parameters, self.values, alpha=ahead) if self.values else []
+        self.stage.use_in_forward(self.by_parameter(list(predicted)))

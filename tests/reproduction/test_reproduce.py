@@ -15,8 +15,8 @@ import yaml
 from launch.compare import main as compare
 from launch.config.compose import compose_overrides
 from launch.run import training
-from launch.run.folder import as_data, rows_of
-from petra.errors import DataError
+from launch.run.folder import FORMAT, as_data, rows_of
+from petra.errors import ConfigError, DataError
 from petra.models import revnet50
 from reproduction import accuracy, memory, runs
 from reproduction import command as reproduce
@@ -118,6 +118,12 @@ def test_figures_of_gradients_share_a_run(tmp_path: Path, trained: list[str], ca
 @pytest.mark.parametrize("name", ["plain", "two words", "it's", 'say "a"', "x=1,2"])
 def test_folders_are_quoted_for_hydra(name: str) -> None:
     assert compose_overrides(Job((), Path("/out") / name).command()).run_dir == f"/out/{name}"
+
+
+def test_a_finished_run_with_another_configuration_is_not_replaced(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", {"format": FORMAT, **config_of("k=8")}, 0.5, microbatches=100, test_loss=1.0)
+    with pytest.raises(ConfigError, match=r"--out: expected a new folder, got .*, a finished run with another k"):
+        Job(("k=4",), tmp_path / "run").check(1)
 
 
 def test_table_3_matches_the_paper() -> None:
