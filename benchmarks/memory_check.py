@@ -6,11 +6,10 @@ PETRA trains two stages with AdamW. Prints MB (10^6 bytes) of each stage: predic
 tensors and what the peak of resident memory grows by after the imports.
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch
+import torch._dynamo  # torch imports it (70 MB) when the first optimizer is made
 
 from benchmarks.report import in_processes, machine, peak_mib
 from petra import Pipeline, Recipe, TensorSpec, UpdateRules
