@@ -50,7 +50,7 @@ ROOMS = {
     ("reproduction",): Budget(2_216, 2_201),
     ("benchmarks",): Budget(3_043, 3_043),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_117, 15_768),
+    ("tests", "stress"): Budget(17_116, 15_768),
     ("docs",): Budget(344, 344),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
