@@ -27,7 +27,7 @@ class Budget(NamedTuple):
 ROOMS = {
     ("petra/*.py",): Budget(1_616, 1_566),
     ("petra/reversible",): Budget(607, 607),
-    ("petra/plan",): Budget(935, 935),
+    ("petra/plan",): Budget(934, 934),
     ("petra/transport",): Budget(695, 695),
     ("petra/engine",): Budget(1_918, 1_918),
     ("petra/engine/options",): Budget(2_285, 2_285),
@@ -50,13 +50,13 @@ ROOMS = {
     ("reproduction",): Budget(2_216, 2_201),
     ("benchmarks",): Budget(3_043, 3_043),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_116, 15_768),
+    ("tests", "stress"): Budget(17_110, 15_768),
     ("docs",): Budget(344, 344),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_558, 26_558)
+BOTH = Budget(26_557, 26_557)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
-CORE = Budget(5_998, 5_998)
+CORE = Budget(5_997, 5_997)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")
 UNFORMATTED = Budget(4, 0)

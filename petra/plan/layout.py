@@ -58,7 +58,9 @@ def make_layout(
     require(processes <= n, "processes", f"1 to {n}, since {model.name} has {n} blocks", processes)
     if isinstance(stages, int):
         require(1 <= stages <= n, "stages", f"1 to {n}, since {model.name} has {n} blocks", stages)
-    share = share_of(inputs, dp)
+    samples, *sample = inputs.shape
+    require(samples % dp == 0, "dp", f"a divisor of {samples}, the number of samples of a microbatch", dp)
+    share = replace(inputs, shape=(samples // dp, *sample))
     profiles = _profile(model, inputs, share)
     costs = [profile.flops for profile in profiles]
     if stages is None or isinstance(stages, int):
@@ -90,17 +92,6 @@ def processes_per_replica(processes: int, dp: int, tp: int = 1) -> int:
     require(processes % dp == 0, "dp", f"a divisor of {processes}, the number of processes", dp)
     require(processes // dp % tp == 0, "tp", f"a divisor of {processes // dp}, the number of processes of a replica", tp)
     return processes // (dp * tp)
-
-
-def share_of(inputs: TensorSpec, dp: int) -> TensorSpec:
-    """Return the spec of each replica's share of a microbatch.
-
-    Raises:
-        ConfigError: If its samples cannot be shared evenly.
-    """
-    samples, *sample = inputs.shape
-    require(samples % dp == 0, "dp", f"a divisor of {samples}, the number of samples of a microbatch", dp)
-    return replace(inputs, shape=(samples // dp, *sample))
 
 
 def _profile(model: Model, inputs: TensorSpec, share: TensorSpec) -> tuple[BlockProfile, ...]:

@@ -186,7 +186,7 @@ def make_plan(
         stages=stage_plans,
         boundary_delays=boundary_delays,
         boundaries=tuple(boundary(s.outputs, s.keeps[-1], numerics, metrics, s in trained) for s in stage_plans[:-1]),
-        transport=choose_transport(transport, len(layout.processes), boundary_delays, device_type),
+        transport=choose_transport(transport, len(layout.processes), boundary_delays, device_type, processes),
     )
     check_training(delays, boundary_delays)
     return plan

@@ -4,6 +4,7 @@ Each fault replaces a function of petra or torch. Faults of other kinds: ``stres
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,23 +21,14 @@ from tests.emulated.processes import run, start
 from tests.emulated.test_training import SETTINGS, excess
 
 
-class Unwaited:
-    """A handle whose ``wait`` does nothing."""
-
-    def __init__(self, work: Any) -> None:
-        self.work = work
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 def replace(owner: Any, name: str, change: Callable[[Any], Any]) -> Callable[[], None]:
     """Return a function that replaces a member of a class or module by ``change`` of it."""
     return lambda: setattr(owner, name, change(getattr(owner, name)))
 
 
 def unwaited(operation: Any) -> Any:
-    return lambda *arguments, **named: Unwaited(operation(*arguments, **named))
+    """Return an operation whose handles don't wait."""
+    return lambda *arguments, **named: SimpleNamespace(work=operation(*arguments, **named), wait=lambda: None)
 
 
 def late_and_reversed() -> None:

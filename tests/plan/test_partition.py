@@ -78,11 +78,13 @@ def test_best_partition_against_all_partitions(costs: list[float], machines: lis
 
 
 @pytest.mark.parametrize("delay", [0, 1, 2, 4])
-def test_auto_never_selects_edge_on_gpus(delay: int) -> None:
-    assert choose_transport("auto", 3, [delay] * 2, "cuda") == "lockstep"
-    assert simulated_transport("auto", [delay] * 2, "cuda") == "lockstep"
+def test_auto_never_selects_edge_on_gpus_or_in_many_processes(delay: int) -> None:
+    assert choose_transport("auto", 3, [delay] * 2, "cuda") == simulated_transport("auto", [delay] * 2, "cuda") == "lockstep"
     assert choose_transport("auto", 3, [delay] * 2, "cpu") == ("lockstep" if delay == 2 else "edge")
     assert choose_transport("auto", 1, [delay], "cuda") == "local"
+    assert choose_transport("auto", 65, [delay] * 64) == simulated_transport("auto", [delay] * 64) == "lockstep"
+    with pytest.raises(ConfigError, match="transport: expected auto or lockstep in 66 processes, got edge"):
+        choose_transport("edge", 3, [delay] * 2, world=66)
     for named in ("edge", "lockstep"):
         assert choose_transport(named, 3, [delay] * 2, "cuda") == simulated_transport(named, [delay] * 2, "cuda") == named
 
