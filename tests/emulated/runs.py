@@ -31,7 +31,7 @@ NETS: Mapping[str, tuple[Callable[[], Model], Callable[[], Any]]] = {
     "abn": (lambda: MODELS["revnet18"](5, width=0.125, norm="inplace_abn"), lambda: _images(16)),
     "resnet18": (lambda: MODELS["resnet18"](5, width=0.125), lambda: _images(16)),
     "revgpt": (lambda: MODELS["revgpt"](64, dim=16, depth=3, heads=2, dropout=0.1, size=12), lambda: RandomTokens(BATCH, 12, 64)),
-    "divisible": (lambda: MODELS["revgpt"](64, dim=16, depth=3, heads=2, size=12), lambda: RandomTokens(BATCH, 12, 64)),
+    "qk_norm": (lambda: MODELS["revgpt"](64, dim=16, depth=3, heads=2, size=12, qk_norm=True), lambda: RandomTokens(BATCH, 12, 64)),
     "revvit": (lambda: revvit(5, dim=16, depth=3, heads=2, dropout=0.1, size=16), lambda: _images(16)),
 }
 
