@@ -146,7 +146,7 @@ class Model:
         every = [m for module in modules.values() for m in module.modules()]
         training = not every or any(m.training for m in every)
         require(training, f"model {name}", "modules in training mode (call .train(); .eval() freezes layers)", "none", ModelError)
-        return Model(name, tuple(BlockSpec(key, partial(_copied, module)) for key, module in modules.items()))
+        return Model(name, tuple(BlockSpec(key, partial(copied, module)) for key, module in modules.items()))
 
     def build_block(self, index: int, seed: int) -> nn.Module:
         """Build block ``index`` with a seed of its own, so that its weights don't depend on the partition into stages."""
@@ -192,7 +192,7 @@ class Model:
         return tuple(profiles)
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def copied(module: nn.Module) -> nn.Module:
     """Return a copy of a module with the hooks of its parameters, which ``copy.deepcopy`` drops.
 
     Hooks that are methods of a copied module are bound to its copy.

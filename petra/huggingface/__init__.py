@@ -8,8 +8,7 @@ from petra.huggingface.inputs import FIELDS, next_tokens, stack
 
 try:
     from petra.huggingface.coupling import Momentum
-    from petra.huggingface.load import from_pretrained
-    from petra.huggingface.save import save_pretrained
+    from petra.huggingface.load import from_pretrained, save_pretrained
     from petra.huggingface.trainer import PetraTrainer
 except ImportError as error:
     raise ConfigError(f"petra.huggingface: expected transformers (pip install -e '.[huggingface]'), got {error}") from error

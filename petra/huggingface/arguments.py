@@ -7,9 +7,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from transformers import get_scheduler
 
 from petra.engine.endpoints import Loss
 from petra.errors import PetraError, require
-from petra.model import BlockSpec, Model
 
 MAPPED = re.compile(
     "output_dir|do_.*|.*_checkpoint|per_device_.*|gradient_accumulation_steps|num_train_epochs|max_steps|learning_rate|lr_.*|warmup_.*|"
@@ -83,27 +80,15 @@ def rates(args: Any, steps: int) -> list[float]:
     return found
 
 
-def marked(model: Model, decayed: Mapping[str, frozenset[str]]) -> Model:
-    """Return a model whose blocks have an attribute ``decayed``: the names of their parameters with weight decay."""
-    specs = (BlockSpec(block.name, partial(_marked, block, decayed[block.name])) for block in model.blocks)
-    return dataclasses.replace(model, blocks=tuple(specs))
-
-
-def _marked(block: BlockSpec, decayed: frozenset[str]) -> nn.Module:
-    module = block.build()
-    module.decayed = decayed  # type: ignore[assignment]
-    return module
-
-
 def optimizer(args: Any, module: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a stage with :func:`marked` blocks."""
-    trained = [
-        (key in block.decayed, p)  # type: ignore[operator]
-        for block in module.children()
-        for key, p in block.named_parameters()
+    """Return the optimizer of a stage, whose modules have in ``decayed`` the names of their own parameters with weight decay."""
+    trained = {
+        p: key in part.decayed  # type: ignore[operator]
+        for part in module.modules()
+        for key, p in part.named_parameters(recurse=False)
         if p.requires_grad
-    ]
-    parts = ([p for decays, p in trained if decays], args.weight_decay), ([p for decays, p in trained if not decays], 0.0)
+    }
+    parts = ([p for p in trained if trained[p]], args.weight_decay), ([p for p in trained if not trained[p]], 0.0)
     groups = [{"params": params, "weight_decay": decay} for params, decay in parts if params]
     if args.optim == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate)

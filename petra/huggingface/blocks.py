@@ -91,9 +91,8 @@ class Layer(nn.Module):
         named = [name.rpartition(".")[0] for name, _ in self.layer.named_parameters() if name.startswith(("self_attn.", "mlp."))]
         other = [name for name in named if name not in plan]
         require(not other, "tp", "1 with layers that the base_model_tp_plan lacks, such as adapters", ", ".join(other), ModelError)
-        sizes: dict[str, Any] = {
-            name: self.layer.get_submodule(name).out_features for name, way in plan.items() if way == "colwise"
-        }
+        columns = [name for name, way in plan.items() if way == "colwise"]
+        sizes: dict[str, Any] = {name: self.layer.get_submodule(name).out_features for name in columns}
         return {f"layer.{name}": (sizes[name],) if name in sizes else way for name, way in plan.items()}
 
     def _mask(self, hidden: Tensor, context: Tensor | None = None) -> Tensor | None:

@@ -1,11 +1,13 @@
-"""A model of ``transformers``, or its checkpoint, as a :class:`petra.Model` of one block per layer."""
+"""A model of ``transformers``, or its checkpoint, as a :class:`petra.Model` of one block per layer, and the way back."""
 
 from __future__ import annotations
 
 import copy
 import os
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -14,17 +16,19 @@ from typing import Annotated, Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging
 
 from petra.errors import ConfigError, Count, ModelError, first_line, invalid, require
 from petra.huggingface.coupling import Momentum, coupled
 from petra.huggingface.inputs import FIELDS, row_names
 from petra.huggingface.split import DECODERS, split
-from petra.model import BlockSpec, Model
+from petra.model import BlockSpec, Model, copied
 from petra.reversible import seeded
 
 MODELS = ", ".join(DECODERS)
+TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model")
+"""Files of a checkpoint that are copied, so that the new one has the tokenizer of the old one."""
 
 
 def huggingface(
@@ -104,16 +108,17 @@ def from_pretrained(
     named = isinstance(source, str | os.PathLike)
     rows, model = row_names(fields), loaded(source) if named else source
     model = base_of(model)
-    parts, added = untied(split(model, rows, delimiter))
-    report_untied(added)
+    parts = split(model, rows, delimiter)
+    training = any(module.training for module in model.modules())
+    require(training, "model", "modules in training mode (call .train(); .eval() freezes layers)", "none", ModelError)
+    uses = Counter(chain(*(part.parameters() for part in parts.values())))
+    report_untied(sum((count - 1) * p.numel() for p, count in uses.items()))
     parts = parts if coupling is None else coupled(parts, coupling)
-    specs = Model.of(type(model).__name__, parts)
     dtype = torch.float32 if named and dtype is None else dtype
-    built = {spec.name: partial(_built, parts[spec.name], spec.build, dtype) for spec in specs.blocks}
-    return Model(specs.name, tuple(BlockSpec(name, build) for name, build in built.items()))
+    return Model(type(model).__name__, tuple(BlockSpec(name, partial(_built, part, dtype)) for name, part in parts.items()))
 
 
-def loaded(path: str | os.PathLike[str], model: str | None = None) -> Any:
+def loaded(path: str | os.PathLike[str]) -> Any:
     """Return the model in the folder of a checkpoint, with the type of its files, in training mode.
 
     Weights that the checkpoint lacks are random, and equal in every process.
@@ -135,6 +140,59 @@ def loaded(path: str | os.PathLike[str], model: str | None = None) -> Any:
     if (missing := sorted(report["missing_keys"])) and _first_process():
         print(f"{path} has no {', '.join(missing)}: random weights", file=sys.stderr)
     return found.train()
+
+
+def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folder: str | Path, lora: int | None = None) -> None:
+    """Write trained weights as a checkpoint that ``from_pretrained`` of ``transformers`` loads.
+
+    Embedding and head are written apart, with ``tie_word_embeddings=false``. Adapters are added to the weights that they adapt.
+    Layers with a coupling are written without it.
+
+    Args:
+        source: What :func:`petra.huggingface.from_pretrained` was given: a folder, whose tokenizer is copied, or a model, which
+            gets the weights.
+        state: Weights of the whole network by ``<block>.<name>``, in its shapes (:meth:`petra.Pipeline.state_dict` of all ranks).
+        folder: Folder of the new checkpoint, new or empty.
+        lora: Rank of the adapters of :func:`petra.huggingface.load.huggingface`, or None.
+
+    Raises:
+        ConfigError: If ``folder`` has files, or ``source`` can't be read.
+        ModelError: If the weights are those of another model.
+    """
+    out = Path(folder)
+    require(not (out.exists() and any(out.iterdir())), str(out), "a new or empty folder", "one with files")
+    named = isinstance(source, str | Path)
+    whole: Any = loaded(source) if named else source
+    whole = whole if lora is None else adapted(whole, lora)
+    model = base_of(whole)
+    untie(model)
+    blocks, given = split(model, FIELDS[:1], None), {key.partition(".")[0] for key in state}
+    require(given == blocks.keys(), "state", f"weights of the blocks {', '.join(blocks)}", ", ".join(sorted(given)), ModelError)
+    for name, block in blocks.items():
+        own = {key.removeprefix(f"{name}."): t for key, t in state.items() if key.startswith(f"{name}.")}
+        own = {key.removeprefix("f.").removeprefix("block."): t for key, t in own.items()}  # of a coupling
+        block.to(next(iter(own.values())).dtype)
+        try:
+            block.load_state_dict(own)
+        except RuntimeError as error:
+            raise ModelError(f"block {name} does not fit {type(model).__name__} ({first_line(error)})") from error
+    model.config.dtype = next(model.parameters()).dtype
+    with quiet(out):
+        (whole.merge_and_unload() if whole is not model else model).save_pretrained(out)
+    for file in (file for pattern in TOKENIZER for file in Path(source).glob(pattern)) if named else ():
+        shutil.copyfile(file, out / file.name)
+
+
+def untie(model: Any) -> int:
+    """Give the head weights of its own, record it in the model's configuration, and return how many parameters this adds."""
+    require(hasattr(model, "get_input_embeddings"), "model", "a model of transformers", type(model).__name__, ModelError)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    if tied:
+        head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
+    if getattr(model.config, "tie_word_embeddings", False):
+        model.config.tie_word_embeddings = False
+    return head.weight.numel() if tied else 0
 
 
 @contextmanager
@@ -164,29 +222,12 @@ def report_untied(added: int) -> None:
         print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", file=sys.stderr)
 
 
-def untied(blocks: Mapping[str, nn.Module]) -> tuple[dict[str, nn.Module], int]:
-    """Return blocks that share no parameter, and the number of parameters that this adds.
-
-    A block that shared one is copied, without its tensors. The new parameter has the memory of the shared one until the block is
-    built.
-    """
-    found, seen, added = dict[str, nn.Module](), set[int](), 0
-    for name, block in blocks.items():
-        own = {id(t): t for t in chain(block.parameters(), block.buffers())}
-        shared = {key: t for key, t in own.items() if key in seen}
-        apart = {key: nn.Parameter(t.detach(), t.requires_grad) for key, t in shared.items()}
-        found[name] = copy.deepcopy(block, {**own, **apart}) if shared else block
-        seen |= own.keys()
-        added += sum(t.numel() for t in shared.values())
-    return found, added
-
-
-def _built(module: nn.Module, build: Callable[[], nn.Module], dtype: torch.dtype | None) -> nn.Module:
-    """Return a copy of a block with parameters of a type: on the meta device without weights, otherwise by ``build``."""
+def _built(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Return a copy of a block, which shares nothing with other blocks, with parameters of a type. Copies no weights to meta."""
     if torch.get_default_device().type == "meta":
         tensors = {id(p): nn.Parameter(p.detach().to("meta", dtype), p.requires_grad) for p in module.parameters()}
         return copy.deepcopy(module, tensors)
-    block = build()
+    block = copied(module)
     for parameter in block.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype)
     return block

@@ -27,11 +27,10 @@ from petra.engine.options.remedy import Remedy
 from petra.engine.recipe import Recipe
 from petra.engine.update_rules import UpdateRules
 from petra.errors import require
-from petra.huggingface.arguments import WeightedLoss, check_arguments, marked, optimizer, rates
+from petra.huggingface.arguments import WeightedLoss, check_arguments, optimizer, rates
 from petra.huggingface.batches import Form, TrainBatches
 from petra.huggingface.inputs import FIELDS
-from petra.huggingface.load import base_of, from_pretrained, report_untied
-from petra.huggingface.save import untie
+from petra.huggingface.load import base_of, from_pretrained, report_untied, untie
 from petra.huggingface.split import DECODERS, split
 from petra.method import Method
 from petra.models.head_loss import LinearCrossEntropy, without_logits
@@ -142,8 +141,9 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
     ) -> Pipeline:
         args, decayed = self.args, {*self.get_decay_parameter_names(self.model)}
         own = {id(p) for name, p in self.model.named_parameters() if name in decayed}
+        for module in self.model.modules():  # copied into the pipeline with this attribute
+            module.decayed = {key for key, p in module.named_parameters(recurse=False) if id(p) in own}
         parts = split(base.train(), self.form.fields or FIELDS[:1], None)
-        names = {name: frozenset(key for key, p in part.named_parameters() if id(p) in own) for name, part in parts.items()}
         self._tensors = {f"{name}.{key}": t for name, part in parts.items() for key, t in part.state_dict().items()}
         model, dtype = from_pretrained(self.model, fields=self.form.fields or FIELDS[:1]), torch.bfloat16 if args.bf16 else None
         losses: list[Loss] = [partial(F.cross_entropy, label_smoothing=args.label_smoothing_factor), F.cross_entropy]
@@ -152,7 +152,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
             losses = [LinearCrossEntropy(smoothing, loss_rows, dtype) for smoothing in (args.label_smoothing_factor, 0.0)]
         self._loss = WeightedLoss(losses[0])
         plan = make_plan(
-            marked(model, names),
+            model,
             inputs,
             method=method,
             k=args.gradient_accumulation_steps,
