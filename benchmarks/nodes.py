@@ -1,6 +1,6 @@
 """Rehearse a run over several nodes on one machine: ``python -m benchmarks.nodes 8,2 model=revnet18 ...``.
 
-Starts one agent per node, as ``launch.node`` does on a cluster. 8,2 stands for two nodes, with eight processes and two. The other
+Starts one agent per node, as ``petra node`` does on a cluster. 8,2 stands for two nodes, with eight processes and two. The other
 arguments are overrides of ``launch.train``.
 """
 
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 
 def run_nodes(processes: str, arguments: Sequence[str], timeout: float | None = None) -> list[int]:
-    """Run ``python -m launch.node`` once per node, and return the exit status of each.
+    """Run ``petra node`` once per node, and return the exit status of each.
 
     Args:
         processes: Number of processes of each node, separated by commas.
-        arguments: Arguments of ``launch.node``.
+        arguments: Arguments of ``petra node``.
         timeout: Seconds to wait for each node; None for no limit.
 
     Raises:
@@ -31,7 +31,7 @@ def run_nodes(processes: str, arguments: Sequence[str], timeout: float | None = 
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    command = [sys.executable, "-m", "launch.node", *arguments]
+    command = [sys.executable, "-m", "petra", "node", *arguments]
     return statuses([subprocess.Popen(command, env=environment | {"NODE_RANK": str(rank)}) for rank in range(nodes)], timeout)
 
 

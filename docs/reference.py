@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from launch.config import CONF
+from launch.config.compose import configurations, targets
 from launch.config.keys import Key, definition, descriptions
-from launch.config.read import configurations, targets
 from launch.config.schema import GROUPS, keys
 from launch.run.folder import changes_results
 

@@ -7,6 +7,7 @@ import ast
 import os
 import re
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -16,7 +17,6 @@ from pathlib import Path
 
 from petra.errors import accepted, invalid, require
 
-from . import own_module
 from .runtime.rank import integer
 from .runtime.terminal import command
 
@@ -37,18 +37,9 @@ petra -sc install=bash          print Hydra's script that completes commands, gr
 
 
 @command
-def main() -> None:
-    """Run the command that the command line names."""
-    run(sys.argv[1:])
-
-
-def run(words: list[str]) -> None:
-    """Run ``petra`` with the given arguments.
-
-    Raises:
-        PetraError: If there is no such command, or the number of processes is invalid.
-    """
-    name, *rest = words or ["--help"]
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that the first argument names, with the others as its command line."""
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
     elif name == "--version":
@@ -66,7 +57,7 @@ def run(words: list[str]) -> None:
             require(name in IN_SEVERAL_PROCESSES, "--nproc", f"one of the commands {', '.join(IN_SEVERAL_PROCESSES)}", name)
             from .runtime.agent import run_agent
 
-            run_agent(["--standalone", "--nproc-per-node", str(processes)], own_module(f"launch.{name}"), others)
+            run_agent(["--standalone", "--nproc-per-node", str(processes)], name, others)
 
 
 def commands() -> dict[str, Path]:
@@ -78,8 +69,8 @@ def commands() -> dict[str, Path]:
 def start(name: str, program: str, rest: list[str]) -> None:
     """Call ``main()`` of a command with ``program`` and ``rest`` as its command line."""
     sys.argv = [program, *rest]
-    module = own_module(f"launch.{name}")
-    import_module(f"{module}.command" if commands()[name].stem == "command" else module).main()
+    module = f".{name}.command" if commands()[name].stem == "command" else f".{name}"
+    import_module(module, __package__).main()
 
 
 def complete(words: list[str]) -> None:
@@ -98,7 +89,7 @@ def complete(words: list[str]) -> None:
             start(before[1], f"petra {before[1]}", ["--help"])
         print(*sorted(flag for flag in {*re.findall("--[a-z-]+", text.getvalue())} if flag.startswith(last)))
     elif before[1] in CONFIGURED:
-        from .config.read import all_keys, configurations
+        from .config.compose import all_keys, configurations
 
         known, (name, equals, value) = all_keys(), last.partition("=")
         names = accepted(known[name].hint) if name in known else configurations(name) if name.isidentifier() else ()
@@ -133,7 +124,3 @@ def take_processes(words: list[str]) -> tuple[int | None, list[str]]:
 
         value = str(torch.cuda.device_count() or 1)
     return None if value is None else integer("--nproc", value, 1, note=", or auto"), others
-
-
-if __name__ == "__main__":
-    main()

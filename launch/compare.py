@@ -6,37 +6,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from petra.errors import DataError, first_line, require
 
 from .run.folder import RECORD, RunFolder, flat, rows_of
-from .run.markdown import table
-from .runtime.terminal import command, parser_for
+from .runtime.terminal import command, parser_for, table
 
 HEADER = ("run", "data", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    """Print a Markdown table of the runs, finished or not, and draw their curves."""
+    """Print a Markdown table of the runs, finished or not, and draw their curves.
+
+    Runs have the names of their folders or records, or their paths if two have the same name.
+    """
     parser = parser_for(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or records of runs")
     parser.add_argument("--out", type=Path, help="PNG, SVG or PDF file for the curves")
     options = parser.parse_args(arguments)
-    compare(options.runs, options.out)
-
-
-def compare(folders: Sequence[Path], out: Path | None) -> None:
-    """Print the table of runs, given their folders or records, and draw their curves to the file ``out`` unless it is None.
-
-    Runs have the names of their folders or records, or their paths if two have the same name.
-
-    Raises:
-        PetraError: If a folder is not a run's, a file is damaged, or ``out`` has another suffix or can't be written.
-    """
+    folders, out = options.runs, options.out
     require(out is None or out.suffix in (".png", ".svg", ".pdf"), "--out", "a file name that ends in .png, .svg or .pdf", out)
     names = [folder.resolve().name.removesuffix(RECORD) for folder in folders]
     names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
@@ -48,39 +39,28 @@ def compare(folders: Sequence[Path], out: Path | None) -> None:
 
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            histories, updates = ({name: getattr(run, kind) for name, run in runs.items()} for kind in ("rows", "updates"))
+            histories, updates = ({name: run[kind] for name, run in runs.items()} for kind in ("rows", "updates"))
             save(grid(curve_panels(histories, updates)), out)
 
 
-class _Curve(NamedTuple):
-    """A run or its record: method, delay, k and epochs, and its rows."""
-
-    setting: Sequence[Any]
-    rows: Sequence[dict[str, Any]]
-    updates: Sequence[dict[str, Any]]
-
-
-def _read(path: Path) -> _Curve:
+def _read(path: Path) -> dict[str, list[Any]]:
+    """Return the ``setting`` of a run or its record (data, method, delay, k and epochs), and its ``rows`` and ``updates``."""
     if not path.name.endswith(RECORD):
         run = RunFolder(path)
         rows, config = run.rows(), dict(flat(run.config()))
         setting = [config.get(key) for key in ("data._target_", "method.name", "method.delay", "k", "trainer.epochs")]
-        return _Curve(setting, rows, run.updates())
+        return {"setting": setting, "rows": rows, "updates": run.updates()}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         setting = [content[name] for name in ("data", "method", "delay", "k", "epochs")]
-        return _Curve(setting, rows_of(content["curve"]), rows_of(content["updates"]))
+        return {"setting": setting, "rows": rows_of(content["curve"]), "updates": rows_of(content["updates"])}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: expected the record of a run, got another file ({first_line(error)})") from error
 
 
-def _cells(name: str, run: _Curve) -> list[str]:
-    last, (data, method, delay, k, epochs) = run.rows[-1], run.setting
-    accuracies = [row["test_accuracy"] for row in run.rows if "test_accuracy" in row]
+def _cells(name: str, run: dict[str, list[Any]]) -> list[str]:
+    last, (data, method, delay, k, epochs) = run["rows"][-1], run["setting"]
+    accuracies = [row["test_accuracy"] for row in run["rows"] if "test_accuracy" in row]
     results = [f"{last[key]:.4f}" for key in ("train_loss", "test_loss")]
     results += [f"{accuracies[-1]:.2%}", f"{max(accuracies):.2%}"] if accuracies else ["", ""]
     return [name, str(data).rpartition(".")[2], str(method), str(delay), str(k), f"{last['epoch']} of {epochs}", *results]
-
-
-if __name__ == "__main__":
-    main()

@@ -98,7 +98,3 @@ def run_config(options: argparse.Namespace, changes: list[str]) -> Config:
         except YAMLError as error:
             raise invalid(name, "a value in YAML; quote one that begins with a special character", value) from error
     return read_config(path, overrides, trusted=options.trust)
-
-
-if __name__ == "__main__":
-    main()

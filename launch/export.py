@@ -26,7 +26,3 @@ def main(arguments: list[str] | None = None) -> None:
         chosen = config.model.options
         save_pretrained(chosen["path"], weights.read(), options.huggingface, chosen["lora"])
         print(f"AutoModelForCausalLM.from_pretrained({str(options.huggingface)!r}) loads the weights")
-
-
-if __name__ == "__main__":
-    main()

@@ -45,7 +45,3 @@ def main(arguments: list[str] | None = None) -> None:
         for piece in decode(islice(text, options.tokens)):
             print(piece, end="", flush=True)
         print()
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,6 @@ from collections.abc import Mapping
 
 from petra.errors import require
 
-from . import own_module
 from .runtime.agent import run_agent, stop_before_start
 from .runtime.rank import integer
 from .runtime.terminal import command, parser_for
@@ -37,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--module", default="launch.train", help="launch.train (default), launch.doctor or launch.selftest")
     options, overrides = parser.parse_known_args(arguments)
-    run_agent(flags(os.environ), own_module(options.module), overrides)
+    run_agent(flags(os.environ), options.module.removeprefix("launch."), overrides)
 
 
 def flags(environment: Mapping[str, str]) -> list[str]:
@@ -73,7 +72,3 @@ def flags(environment: Mapping[str, str]) -> list[str]:
 def _first(environment: Mapping[str, str], *names: str, default: str) -> tuple[str, str]:
     """Return the first variable that is set, with its value; the first name and the default if none is."""
     return next(((name, environment[name]) for name in names if environment.get(name)), (names[0], default))
-
-
-if __name__ == "__main__":
-    main()

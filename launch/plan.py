@@ -32,10 +32,9 @@ from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import Config
 from .run.build import set_numerics, set_up
 from .run.costs import MEMORY_PARTS, show_progress, stage_memories
-from .run.markdown import table
 from .run.targets import optimizer_factory
 from .runtime.rank import Process
-from .runtime.terminal import command, parser_for
+from .runtime.terminal import command, parser_for, table
 
 HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
@@ -211,7 +210,3 @@ def _machines(options: argparse.Namespace, config: Config) -> Machines:
     for name, bounds in (("teraflops", SCALE), ("bandwidth", SCALE), ("latency", LATENCY)):
         require(within(getattr(options, name), bounds), f"--{name}", f"a number {bounds}", getattr(options, name))
     return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)
-
-
-if __name__ == "__main__":
-    main()

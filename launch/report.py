@@ -16,7 +16,3 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for folder in options.runs:
         print(write_report(folder))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,23 +6,21 @@ Keys on the command line change the run from here on, such as ``trainer.epochs=2
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from petra.errors import require
 
-from . import own_module
+from .config.compose import keys_of
+from .config.schema import Config
 from .evaluate import run_config, run_parser
+from .run.folder import CHECKPOINTS, changes_results
 from .runtime.terminal import command
 from .train import train_or_start
-
-if TYPE_CHECKING:
-    from .config.schema import Config
 
 
 @command
 def main() -> None:
     """Train in this process, one of those that torchrun has started, or start the processes that do."""
-    train_or_start(own_module("launch.resume"), read)
+    train_or_start("resume", read)
 
 
 def read() -> list[Config]:
@@ -35,15 +33,8 @@ def read() -> list[Config]:
     """
     options = run_parser(__doc__, weights=False).parse_intermixed_args()
     config = run_config(options, options.words)
-    from .config.compose import keys_of
-    from .run.folder import CHECKPOINTS, changes_results
-
     saved, given = options.run / CHECKPOINTS, keys_of(options.words)
     require("run_dir" not in given, "run_dir", f"the folder of the run, {options.run}, or nothing", config.run_dir)
     require(any(saved.glob("*/")), "command line", "the folder of a run with a checkpoint", f"{options.run} without one")
     changed = sorted({*(config.resume_change or ()), *filter(changes_results, given)})
     return [replace(config, run_dir=str(options.run), resume="auto", resume_change=changed or None)]
-
-
-if __name__ == "__main__":
-    main()

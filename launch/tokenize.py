@@ -6,7 +6,6 @@ or from the folder of a checkpoint, which contains one.
 
 from __future__ import annotations
 
-import argparse
 import os
 from itertools import chain
 from pathlib import Path
@@ -41,15 +40,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--test", nargs="+", help="the same for a test part, which data.split=test evaluates (none)")
     options = parser.parse_args(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    tokenize(options)
-
-
-def tokenize(options: argparse.Namespace) -> None:
-    """Train or read the vocabulary, and write the tokens.
-
-    Raises:
-        PetraError: If a value is out of range, or a file can't be read or written.
-    """
     separator = None if options.separator is None else options.separator.replace(r"\n", "\n").replace(r"\t", "\t")
     chosen = {part: words for part in OPTIONS if (words := getattr(options, OPTIONS[part].removeprefix("--"))) is not None}
     fractions = {part: fraction for part, words in chosen.items() if (fraction := _fraction(words)) is not None}
@@ -93,7 +83,3 @@ def _fraction(words: list[str]) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-if __name__ == "__main__":
-    main()

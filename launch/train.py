@@ -4,50 +4,37 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from . import own_module
 from .cli import take_processes
+from .config.compose import command_line_configs
+from .config.schema import Config
+from .runtime import agent
+from .runtime.rank import Process
+from .runtime.reporting import only_first_prints
 from .runtime.terminal import command
-
-if TYPE_CHECKING:
-    from .config.schema import Config
-    from .runtime.rank import Process
-
-TRAIN = own_module("launch.train")
 
 
 @command
 def main() -> None:
     """Run each configuration on the command line, which Hydra parses, or start the processes that do."""
-    train_or_start(TRAIN, _configs)
+    train_or_start("train", lambda: command_line_configs(required=True))
 
 
-def _configs() -> list[Config]:
-    from .config.compose import command_line_configs
-
-    return command_line_configs(required=True)
-
-
-def train_or_start(module: str, read: Callable[[], list[Config]]) -> None:
+def train_or_start(name: str, read: Callable[[], list[Config]]) -> None:
     """Train in this process, or check the configurations and start the processes that train if the command line has ``--nproc``.
 
-    Modules are imported as late as possible: an invalid value is reported before torch is imported, and Ctrl-C works meanwhile.
+    Torch is imported as late as possible: an invalid value is reported before, and Ctrl-C works meanwhile.
 
     Args:
-        module: Module that each process runs.
+        name: Name of the command that each process runs.
         read: Returns the configurations on the command line.
 
     Raises:
         PetraError: If a configuration is invalid, or a model can't be divided among the processes.
     """
-    from .runtime.agent import run_agent, stop_before_start, this_process
-    from .runtime.rank import Process
-    from .runtime.reporting import only_first_prints
-
     processes, sys.argv[1:] = take_processes(sys.argv[1:])
     if processes is None:
-        with this_process() as process:
+        with agent.this_process() as process:
             with only_first_prints(process):
                 configs = read()
             if configs:
@@ -56,7 +43,7 @@ def train_or_start(module: str, read: Callable[[], list[Config]]) -> None:
                 torch.set_num_interop_threads(1)
                 train(configs, process)
         return
-    stop_before_start()
+    agent.stop_before_start()
     overrides, configs, first = sys.argv[1:], read(), Process(0, processes, 0, processes)
     if all(config.dry_run for config in configs):  # which the first process does alone
         train(configs, first)
@@ -68,8 +55,8 @@ def train_or_start(module: str, read: Callable[[], list[Config]]) -> None:
     if configs[0].cluster.elastic:
         from .elastic.processes import run_replicas
 
-        run_replicas(processes, configs[0].dp, module, overrides)
-    run_agent(["--standalone", "--nproc-per-node", str(processes)], module, overrides)
+        run_replicas(processes, configs[0].dp, name, overrides)
+    agent.run_agent(["--standalone", "--nproc-per-node", str(processes)], name, overrides)
 
 
 def train(configs: Sequence[Config], process: Process) -> None:

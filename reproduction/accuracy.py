@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, stdev
 
-from launch.run.markdown import table
+from launch.runtime.terminal import table
 from petra.analysis.plots import Panel
 from petra.errors import require
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
-from launch.run.markdown import table
+from launch.runtime.terminal import table
 from petra.analysis.plots import Panel
 from petra.reversible import Coupling, ReversibleSequence
 from petra.reversible.coupling import Pair

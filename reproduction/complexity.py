@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from launch.run.markdown import table
+from launch.runtime.terminal import table
 from petra import Recipe
 from petra.cost_model.costs import StageCost
 from petra.cost_model.simulator import predict

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import mean
 
-from launch.run.markdown import table
+from launch.runtime.terminal import table
 from petra.analysis.plots import Panel, by_stage
 from petra.errors import invalid, require
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from launch.run.markdown import table
+from launch.runtime.terminal import table
 from petra.cost_model.stage_memory import Known, count_stage
 from petra.method import Keep
 from petra.model import Model

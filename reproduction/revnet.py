@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from launch.run.markdown import table
+from launch.runtime.terminal import table
 from petra.analysis.plots import Panel
 from petra.method import Keep
 from petra.model import Model

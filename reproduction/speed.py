@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from launch.run.markdown import table
+from launch.runtime.terminal import table
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
 from petra.cost_model.simulator import predict
 from petra.diagnostics.events import Kind

@@ -51,7 +51,7 @@ def start(folder: Path, timeout: int, name: str = "") -> Agents:
     for rank, host in enumerate(HOSTS):
         variables = {"NNODES": "2", "NODE_RANK": str(rank), "NPROC_PER_NODE": "2", "MASTER_ADDR": ADDRESSES[HOSTS[0]]}
         variables |= {"GLOO_SOCKET_IFNAME": "eth0", **({"MASTER_PORT": "29600"} if name else {})}
-        words = ["ip", "netns", "exec", host, sys.executable, "-m", "launch.node", *RUN]
+        words = ["ip", "netns", "exec", host, sys.executable, "-m", "petra", "node", *RUN]
         words += ["trainer.epochs=20", f"trainer.timeout={timeout}"]
         with (folder / f"{name}{host}.txt").open("w") as printed:
             agents.append(

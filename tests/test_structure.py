@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch.config.read import all_keys
+from launch.config.compose import all_keys
 from tests import budgets
 from tests.structure import ROOT, WHOLE, imports, modules, room, room_imports
 

@@ -100,12 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=["gpu"], help="what to measure")
     parser.add_argument("--out", type=Path, default=Path("."), help="folder of the page and the figures")
     parser.add_argument("--minutes", type=float, default=40.0, help="time limit; what does not fit is left out and named")
-    parser.add_argument(
-        "--devices", type=int, help="number of GPUs, or of processes on a machine without GPUs; by default all, or 2"
-    )
-    parser.add_argument(
-        "--only", nargs="*", metavar="TEXT", help="only contestants with this text in their names, as in the output"
-    )
+    parser.add_argument("--devices", type=int, help="GPUs, or processes on a machine without GPUs; by default all, or 2")
+    parser.add_argument("--only", nargs="*", metavar="TEXT", help="only contestants with this text in their printed names")
     parser.add_argument("--tiny", action="store_true", help="small networks, as on a machine without GPUs")
     given = parser.parse_args(arguments)
     require(given.minutes > 0, "--minutes", "a number > 0", given.minutes)
@@ -183,7 +179,3 @@ def compare(workers: Workers, case: str, trial: Measurement, contestants: Sequen
         if (measured := tried("host", name, host=True)) is not None:
             entry["host_us"] = measured["round_us"]
     return entries
-
-
-if __name__ == "__main__":
-    main()

@@ -10,8 +10,8 @@ from typing import Any
 from petra.analysis.plots import Panel, grid, svg
 from petra.training.records import write_text_atomically
 
-from ..run.markdown import table
-from ..templates import page_template
+from ..run.page import page_template
+from ..runtime.terminal import table
 from .measure import ALONE
 
 BASES = (ALONE, "torch 1F1B")

@@ -10,7 +10,6 @@ Arguments are keys of the configuration, as of ``petra train``: above all dp, tr
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 
 from petra.distributed import all_gather_objects
@@ -21,11 +20,10 @@ from ..config.compose import command_line_configs
 from ..config.machines import write_machines
 from ..config.schema import Config
 from ..run.build import set_numerics
-from ..run.markdown import table
 from ..runtime.agent import this_process
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints
-from ..runtime.terminal import command, help_wanted, plain
+from ..runtime.terminal import command, parser_for, table
 from .links import LARGE_MESSAGE, Links, describe, measure_links, measure_speeds, slow_links
 from .machine import INTERFACES, Report, find_differences, inspect_machine
 
@@ -33,11 +31,9 @@ from .machine import INTERFACES, Report, find_differences, inspect_machine
 @command
 def main() -> None:
     """Print the findings of all processes on rank 0."""
-    if help_wanted(sys.argv[1:]):
-        if Process.from_environment().first:
-            print(plain(__doc__))
-        return
     with this_process() as process:
+        if process.first:
+            parser_for(__doc__).parse_known_args()  # --help
         with only_first_prints(process):
             configs = command_line_configs()
         for config in configs:

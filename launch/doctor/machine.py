@@ -66,9 +66,8 @@ def inspect_machine(process: Process, device: torch.device, *, requested: str = 
     node = os.environ.get("GROUP_RANK", "0")
     problems = [*_gpu_problems(device, requested), *_container_problems(device), *_network_problems(process)]
     if process.local_world * (threads := torch.get_num_threads()) > _cores():
-        problems.append(
-            f"{_cores()} core(s) for {process.local_world} process(es) with {threads} thread(s) each: stages slow each other down"
-        )
+        found = f"{process.local_world} process(es) with {threads} thread(s) each"
+        problems.append(f"{_cores()} core(s) for {found}: stages slow each other down")
     return Report(
         rank=process.rank,
         node=f"{node} ({socket.gethostname()})",

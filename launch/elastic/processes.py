@@ -6,14 +6,13 @@ Elsewhere, torchrun can start the processes of a replica, with the variables of 
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -86,16 +85,6 @@ class Replica:
         liveness = Liveness(self.host, self.port, run, incarnation, own.rank, own.world, timeout)
         return Membership(self.index, self.replicas, liveness)
 
-    @contextmanager
-    def process_group(self, membership: Membership, process: Process, timeout: float) -> Iterator[None]:
-        """Open the default process group of the current generation for the duration of the context."""
-        store = PrefixStore(f"{membership.generation.number}/group", membership.store)
-        limit = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", timeout=limit, store=store, rank=process.rank, world_size=process.world)
-        yield
-        gc.collect()  # of pipelines, whose groups of replicas must end before the default group
-        dist.destroy_process_group()
-
 
 StartProcess = Callable[[Mapping[str, str]], Any]
 """Starts a process with these variables in its environment, and returns its :class:`subprocess.Popen`."""
@@ -152,14 +141,13 @@ class ReplicaProcesses:
         Args:
             restart: Whether to restart a replica that has failed.
         """
+        if self.status is not None:
+            return
         statuses = [process.poll() for process in self.running]
         failures = [status for status in statuses if status]
-        ended = None not in statuses
-        if self.status is not None or not (failures or ended):
-            return
         stopped = bool({*failures} & {STOPPED, CANCELLED})
-        if not ended:
-            if not stopped:
+        if None in statuses:
+            if failures and not stopped:
                 self.signal(signal.SIGKILL)
             return
         by_itself = max(failures, default=0) > 0 and time.monotonic() - self._started < SOON
@@ -171,8 +159,8 @@ class ReplicaProcesses:
             self.status = max(failures, default=0)
 
 
-def run_replicas(processes: int, replicas: int, module: str, arguments: Sequence[str]) -> None:
-    """Start ``python -m module arguments`` in the processes of all replicas, restart replicas that fail, and exit with a status.
+def run_replicas(processes: int, replicas: int, name: str, arguments: Sequence[str]) -> None:
+    """Start the command ``petra name arguments`` in the processes of all replicas, restart those that fail, and exit with a status.
 
     The status is 0 if a replica has finished the run. Signals that ask a run to stop are forwarded each time they arrive.
 
@@ -180,7 +168,7 @@ def run_replicas(processes: int, replicas: int, module: str, arguments: Sequence
         processes: Number of processes, of all replicas together.
         replicas: Number of replicas.
     """
-    command = [sys.executable, "-m", module, *arguments]
+    command = [sys.executable, "-m", "petra", name, *arguments]
 
     def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ, **variables})

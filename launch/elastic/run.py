@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
 from petra.distributed import all_gather_objects
 from petra.elastic.liveness import Member
@@ -78,7 +79,8 @@ def run(config: Config, process: Process) -> None:
     with stop.handle_signals():
         while (generation := membership.join(stop if handover is None else None)) is not None:
             own = replica.in_run(generation.replicas)
-            with replica.process_group(membership, own, config.trainer.timeout), exclusive_folder(config, own):
+            group = PrefixStore(f"{generation.number}/group", membership.store)
+            with own.process_group(setup.device, config.trainer.timeout, group), exclusive_folder(config, own):
                 finished, handover = run_generation(setup, own, membership, stop, handover)
             if finished:
                 membership.finish()

@@ -215,9 +215,7 @@ def type_of(precision: str) -> torch.dtype | None:
     return {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
-def _plan(
-    config: Config, model: Model, method: Method, stages: int | list[int] | None, processes: int, device: torch.device
-) -> Plan:
+def _plan(config: Config, model: Model, method: Method, stages: int | list[int] | None, world: int, device: torch.device) -> Plan:
     (inputs, refetch), trainer = describe_inputs(config.data), config.trainer
     wire = None if trainer.streams in ("float32", "exact") else trainer.streams
     try:
@@ -227,7 +225,7 @@ def _plan(
             method=method,
             k=config.k,
             stages=stages,
-            processes=processes,
+            processes=world,
             dp=config.dp,
             numerics=Numerics(type_of(trainer.precision), trainer.channels_last, trainer.streams == "exact", wire),
             transport=trainer.transport,

@@ -26,8 +26,8 @@ from petra.specs import TensorSpec
 from ..config.machines import read_machines
 from ..config.schema import AUTO
 from ..runtime.rank import Process
+from ..runtime.terminal import table
 from .build import Choices, Setup
-from .markdown import table
 from .targets import optimizer_factory
 
 log = logging.getLogger(__name__)
@@ -172,9 +172,7 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]
     owned_by = machines.devices if several else (Device(),) * len(owners)
     limit = 1e9 * (config.trainer.memory_limit or float("inf"))
-    devices = [
-        Device(device.speed, min(limit, device.memory)) for device, owned in zip(owned_by, owners, strict=False) for _ in owned
-    ]
+    devices = [Device(d.speed, min(limit, d.memory)) for d, owned in zip(owned_by, owners, strict=False) for _ in owned]
     links = machines.connections[: len(owners) - 1] if several else INSTANT
     search = partial(
         tune,

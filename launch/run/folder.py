@@ -14,9 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from petra.errors import ConfigError, DataError, first_line, invalid, require
 
-from ..config.compose import hydra_errors
+from ..config.compose import all_keys, hydra_errors, to_config
 from ..config.keys import definition, fields_of, is_shipped
-from ..config.read import all_keys, to_config
 from ..config.schema import SECTIONS, Config
 
 CONFIG, METRICS, UPDATES, SUMMARY, CHECKPOINTS = "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json", "checkpoints"

@@ -12,7 +12,6 @@ from petra.analysis.timeline import read_trace
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
 
-from ..templates import page_template
 from .folder import CONFIG, RunFolder
 
 REPORT = "report.html"
@@ -47,6 +46,14 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     )
     write_text_atomically(folder / REPORT, page.lstrip())
     return folder / REPORT
+
+
+def page_template(name: str) -> Any:
+    """Return the template of a page, which is filled in by ``render``."""
+    from jinja2 import Environment, FileSystemLoader
+
+    folder = Path(__file__).parents[1] / "templates"
+    return Environment(loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True).get_template(name)
 
 
 def describe(facts: Row) -> str:

@@ -18,7 +18,7 @@ from petra.engine.options.optimizer_state import NUMBERS, entries, parts_of
 from petra.errors import ConfigError, first_line, invalid, require
 from petra.torch_private import eager
 
-from ..config.read import no_parameter
+from ..config.compose import no_parameter
 from ..config.schema import GIVEN, Section
 
 Built = TypeVar("Built")

@@ -163,18 +163,6 @@ class SavedWeights:
         return f"{self.path}, after microbatch {self.facts['clock']} ({epochs} epochs done)"
 
 
-def for_inference(config: Config) -> Config:
-    """Return the configuration of a run without what only its training uses: replicas, moving average, diagnostics, logging."""
-    return replace(
-        config,
-        dp=1,
-        optim=replace(config.optim, rules=replace(config.optim.rules, average=None)),
-        trainer=replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False),
-        cluster=replace(config.cluster, elastic=False),
-        logger=Section(_target_="petra.training.JsonLines"),
-    )
-
-
 def evaluate(config: Config, weights: SavedWeights, process: Process) -> dict[str, Any]:
     """Return loss and metrics on the test data, the same on every rank.
 
@@ -188,7 +176,14 @@ def evaluate(config: Config, weights: SavedWeights, process: Process) -> dict[st
     Raises:
         PetraError: If the configuration, the data or the weights can't be used. Raised on every rank.
     """
-    config = for_inference(config)
+    config = replace(  # without what only training uses
+        config,
+        dp=1,
+        optim=replace(config.optim, rules=replace(config.optim.rules, average=None)),
+        trainer=replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False),
+        cluster=replace(config.cluster, elastic=False),
+        logger=Section(_target_="petra.training.JsonLines"),
+    )
     setup = set_up(config, process)
     set_numerics(config.trainer)
     with process.process_group(setup.device, config.trainer.timeout):

@@ -92,8 +92,8 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> None:
-    """Start ``python -m module arguments`` in the processes of this machine through torchrun, and wait for them.
+def run_agent(flags: Sequence[str], name: str, arguments: Sequence[str]) -> None:
+    """Start the command ``petra name arguments`` in the processes of this machine through torchrun, and wait for them.
 
     If a process fails, exit with its status, or with 128 + the number of the signal that ended it. The failed process has
     printed its own error. If a signal stops the processes before they train, exit with the status of a stopped run.
@@ -103,8 +103,8 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
 
     Args:
         flags: Arguments of torchrun.
-        module: Module that each process runs.
-        arguments: Arguments of the module.
+        name: Name of the command that each process runs.
+        arguments: Arguments of the command.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -118,7 +118,7 @@ def run_agent(flags: Sequence[str], module: str, arguments: Sequence[str]) -> No
     Thread(target=Event().wait, daemon=True).start()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        torchrun(["--signals-to-handle", "SIGQUIT", *flags, "-m", module, *arguments])
+        torchrun(["--signals-to-handle", "SIGQUIT", *flags, "-m", "petra", name, *arguments])
     except ChildFailedError as error:
         for number in stop_signals():  # nothing may hide the status any more; Slurm ends the agents of other nodes at this point
             signal.signal(number, signal.SIG_IGN)

@@ -108,7 +108,7 @@ class Process:
         return torch.device("cuda", self.local_rank)
 
     @contextmanager
-    def process_group(self, device: torch.device, timeout: float) -> Iterator[None]:
+    def process_group(self, device: torch.device, timeout: float, store: Store | None = None) -> Iterator[None]:
         """Bind the device and open the default process group for the duration of the context.
 
         Without torchrun's environment variables, only bind the device. :func:`set_variables` comes first.
@@ -116,6 +116,7 @@ class Process:
         Args:
             device: Device of this process.
             timeout: Seconds after which a stalled communication fails.
+            store: Store of these processes alone; None: that of torchrun, which may serve several groups.
 
         Raises:
             ConfigError: If two processes use the same GPU. Raised on every rank.
@@ -137,11 +138,11 @@ class Process:
         with suppress(ValueError):  # no limit, which macOS refuses
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each of N ranks opens about 2 N sockets of gloo
         limit = timedelta(seconds=timeout)
-        store, _, _ = next(rendezvous("env://", timeout=limit))
-        # torchrun keeps its store across restarts, and one process may open several groups in turn. Prefixes keep each group from
-        # reading the keys of earlier ones.
-        store = PrefixStore(f"group{next(_group_numbers)}", store)
-        store = PrefixStore(agree_on_start(store, self.rank, self.world, max(limit, START)), store)
+        if store is None:
+            # torchrun keeps its store across restarts, and one process may open several groups in turn. Prefixes keep each group
+            # from reading the keys of earlier ones.
+            store = PrefixStore(f"group{next(_group_numbers)}", next(rendezvous("env://", timeout=limit))[0])
+            store = PrefixStore(agree_on_start(store, self.rank, self.world, max(limit, START)), store)
         if on_gpu:
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             require_distinct_gpus([gpu.decode() for gpu in synchronize(store, uuid.encode(), self.rank, self.world, "gpu")])

@@ -1,4 +1,4 @@
-"""Output and errors of all commands: terminals without Unicode, closed pipes, Ctrl-C, errors in one line."""
+"""Output and errors of all commands: tables, terminals without Unicode, closed pipes, Ctrl-C, errors in one line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from types import FrameType
 from typing import IO, NoReturn, ParamSpec
@@ -46,18 +46,13 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-def plain(text: str | None) -> str:
-    """Return a docstring as text for a terminal, without the marks of code."""
-    return (text or "").replace("``", "").replace("::", ":")
-
-
 def parser_for(text: str | None, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser whose help is the docstring of a command. Abbreviated flags are refused: the rest may be Hydra's.
+    """Return a parser whose help is the docstring of a command without its markup. Abbreviated flags may be Hydra's.
 
     Its errors are one line, of a :class:`petra.errors.ConfigError`.
     """
-    form = argparse.RawDescriptionHelpFormatter
-    return _Parser(description=plain(text), formatter_class=form, epilog=epilog, allow_abbrev=False)
+    form, plain = argparse.RawDescriptionHelpFormatter, (text or "").replace("``", "").replace("::", ":")
+    return _Parser(description=plain, formatter_class=form, epilog=epilog, allow_abbrev=False)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -67,9 +62,11 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"command line: {message}")
 
 
-def help_wanted(words: Sequence[str]) -> bool:
-    """Return whether the words of a command line ask for help."""
-    return not {"-h", "--help"}.isdisjoint(words)
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, aligned: bool = False) -> str:
+    """Return a Markdown table, which ends with a newline. Columns that are ``aligned`` line up in a terminal."""
+    cells = [header, ["---"] * len(header), *rows]
+    widths = [aligned * max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "".join("| " + " | ".join(map(str.ljust, line, widths)) + " |\n" for line in cells)
 
 
 def prepare_streams() -> None:

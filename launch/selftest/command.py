@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import distributions
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,10 +32,10 @@ import torch
 
 from petra.errors import require
 
-from ..run.markdown import table
+from ..doctor.machine import PREFIXES
 from ..runtime.agent import this_process
-from ..runtime.terminal import command, parser_for
-from .evidence import archive, heading, reasons, variables
+from ..runtime.rank import DUMPS
+from ..runtime.terminal import command, parser_for, table
 from .parts import PARTS
 from .plan import Trial, judge, plan
 
@@ -49,6 +52,15 @@ STARTING, EACH, COMPILING = 120, 60, 600
 """Seconds in which processes must start, for each part, and for the messages of a part that is compiled."""
 RESULTS = "results.jsonl"
 """What the first rank has found, a line for each part."""
+SHOWN = re.compile(r"s without progress, |Watchdog caught collective|^error: |^[\w.]*Error: |NCCL WARN|CUDA error")
+"""Lines of a rank's output that tell why a part failed."""
+WAITING = re.compile(r"waits in petra/(engine/options/rounds|transport/(lockstep|edge))|Watchdog caught")
+"""Lines of a rank that waits for its GPU or another rank."""
+OWN = (*PREFIXES, "CUDA_", "SLURM_", "PET_", "LD_LIBRARY_PATH", "PYTHONPATH")
+"""Beginnings of the names of environment variables in the archive; none of a name with one of :data:`SECRET`."""
+SECRET = re.compile("TOKEN|SECRET|PASS|KEY|CRED|AUTH", re.IGNORECASE)
+MACHINE = "nvidia-smi; nvidia-smi topo -m; ibstat; uname -a; df -h /dev/shm"
+"""Commands that describe the machine."""
 Results = dict[str, dict[str, Any]]
 """By the name of a part: ``result`` after a failure, otherwise ``findings``; and ``duration`` in seconds."""
 
@@ -135,7 +147,7 @@ def run_all(trials: Sequence[Trial], timeout: float, end: float, folder: Path) -
 def start_processes(arguments: Sequence[str], processes: int, seconds: float, folder: Path) -> str | None:
     """Run this command in new processes with torchrun, which writes their output to the folder. Return why they failed, or None."""
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    command = [sys.executable, *agent, "--redirects", "3", "--log-dir", str(folder), "-m", __package__ or "", *arguments]
+    command = [sys.executable, *agent, "--redirects", "3", "--log-dir", str(folder), "-m", "petra", "selftest", *arguments]
     with open(folder / "torchrun.log", "w") as log:
         agent_process = subprocess.Popen(command, stdout=log, stderr=log, env={**variables(folder), **os.environ})
         try:
@@ -208,3 +220,40 @@ def _text(findings: dict[str, Any]) -> str:
     """Return findings for a cell of the table."""
     named = {name: f"{v:.4g}" if isinstance(v, float) else v for name, v in findings.items() if name != "report"}
     return ", ".join(f"{name} {value}" for name, value in named.items())
+
+
+def variables(folder: Path) -> dict[str, str]:
+    """Return environment variables with which processes write dumps and NCCL's log into a folder."""
+    return {
+        DUMPS: str(folder / "dump_"),
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_FILE": str(folder / "nccl.%h.%p.log"),
+        "TORCH_NCCL_DESYNC_DEBUG": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def reasons(folder: Path, part: str) -> list[str]:
+    """Return why a part failed, from what the ranks have written to stderr since it began: first those that wait for no other."""
+    found = []
+    for path in folder.rglob("stderr.log"):  # in a folder for each rank, which torchrun makes
+        lines = path.read_text(errors="replace").rpartition(heading(part))[2].splitlines()
+        texts = [line.removeprefix("warning: ").strip() for line in lines if SHOWN.search(line)]
+        found += [text if text.startswith("rank ") else f"rank {path.parent.name}: {text}" for text in texts]
+    return sorted(found, key=lambda line: (bool(WAITING.search(line)), line))
+
+
+def heading(part: str) -> str:
+    """Return the line that every rank writes to stderr before a part."""
+    return f"== {part} =="
+
+
+def archive(folder: Path, path: Path) -> None:
+    """Write the content of a folder, and what describes the machine, to an archive."""
+    own = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(OWN) and not SECRET.search(name)]
+    (folder / "environment.txt").write_text("\n".join(own), encoding="utf-8")
+    (folder / "packages.txt").write_text("\n".join(sorted({f"{d.name} {d.version}" for d in distributions()})), encoding="utf-8")
+    with open(folder / "machine.txt", "w") as file:
+        subprocess.run(MACHINE, shell=True, stdout=file, stderr=file, timeout=60)  # a command that is missing says so
+    with tarfile.open(path, "w:gz") as packed:
+        packed.add(folder, path.name.partition(".")[0])

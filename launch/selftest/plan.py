@@ -90,7 +90,5 @@ def judge(trial: Trial, found: dict[str, Any], others: Mapping[str, dict[str, An
         return "failed: " + ("messages are wrong without petra" if trial.part == "exchange" else "weights differ")
     if (size := found.get("message_bytes", 0)) < (least := options.get("least_bytes", 0)):
         return f"failed: messages have {size / 1e6:.1f} MB, fewer than {least / 1e6:.0f}"
-    expected = others.get(options.get("same_as", ""), found)
-    return (
-        "passed" if found.get("digest") == expected.get("digest") else f"failed: weights differ from those of {options['same_as']}"
-    )
+    same = found.get("digest") == others.get(options.get("same_as", ""), found).get("digest")
+    return "passed" if same else f"failed: weights differ from those of {options['same_as']}"

@@ -110,10 +110,8 @@ class Liveness:
         self._probed[key] = now
         try:
             socket.create_connection(json.loads(self.store.get(f"address/{incarnation}/{process}")), timeout=PROBE).close()
-        except ConnectionError:
-            return True
-        except OSError:  # a machine that doesn't answer: its processes are lost after the timeout
-            return False
+        except OSError as error:  # of a machine that doesn't answer, processes are lost after the timeout
+            return isinstance(error, ConnectionError)
         return False
 
 

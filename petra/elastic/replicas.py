@@ -115,14 +115,13 @@ class ElasticReplicas(Replicas, Hook):
         membership: Agreement on the replicas that take part.
 
     Attributes:
-        tolerant_sums: The sums, also as ``sums``.
         start: Microbatches done when the last training began; None before. A replica lost since then took part at least until here.
     """
 
     def __init__(self, layout: Layout, device: torch.device, membership: Membership) -> None:
         super().__init__(layout, membership.position, membership.generation.replicas, device)
         self.membership = membership
-        self.sums = self.tolerant_sums = LossTolerantSums(membership, self._dp_group, device)
+        self.sums = LossTolerantSums(membership, self._dp_group, device)
         self.start: int | None = None
 
     def attach(self, workers: Sequence[Worker], hooks: Hooks, transport: Transport) -> None:

@@ -1,6 +1,6 @@
 """Print how much the weights of runs on emulated GPUs differ from those on the CPU: ``python -m tests.emulated``."""
 
-from launch.run.markdown import table
+from launch.runtime.terminal import table
 from tests.emulated.test_training import CASES, WAYS, difference
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import tarfile
@@ -16,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launch import cli
 from launch.runtime.rank import Process
 from launch.selftest import command as selftest_command
 from launch.selftest.plan import plan
@@ -97,36 +97,35 @@ TINY = (
 )
 
 
-def module(rank: int, folder: str, name: str, *arguments: str) -> None:
-    """Run a module in a folder, as ``python -m`` does."""
+def petra(rank: int, folder: str, *arguments: str) -> None:
+    """Run a command in a folder, as ``python -m petra`` does."""
     os.chdir(folder)
-    sys.argv = [name, *arguments]
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    cli.main(arguments)
 
 
 def launched(name: str, folder: Path, *arguments: str, world: int = 1) -> list[str]:
     """Run a command in processes as torchrun does, and return their outputs."""
-    ended = start(module, str(folder), name, *arguments, world=world, torchrun=True, timeout=120)
+    ended = start(petra, str(folder), name, *arguments, world=world, torchrun=True, timeout=120)
     ended.require()
     return ended.outputs
 
 
 def test_a_run_of_one_process_and_its_evaluation(tmp_path: Path) -> None:
     diagnostics = ("trainer.stage_metrics=true", "trainer.trace=4", "trainer.diagnose=4")
-    (output,) = launched("launch.train", tmp_path, *TINY, *diagnostics, "run_dir=run")
+    (output,) = launched("train", tmp_path, *TINY, *diagnostics, "run_dir=run")
     assert "on cuda, transport local" in output
     (row,) = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert row["stage/1/forward_seconds"] > 0
-    launched("launch.evaluate", tmp_path, "run", "trainer.device=cuda")
+    launched("evaluate", tmp_path, "run", "trainer.device=cuda")
 
 
 def test_two_processes_tune_trace_and_resume(tmp_path: Path) -> None:
     settings = ("trainer.stages=auto", "method=petra_fresh", "trainer.trace=4", "trainer.stage_metrics=true", "run_dir=run")
-    first = launched("launch.train", tmp_path, *TINY, *settings, world=2)
+    first = launched("train", tmp_path, *TINY, *settings, world=2)
     assert first[0].count("chosen: stages=[") == 1
     trace = json.loads((tmp_path / "run/trace.json").read_text())["traceEvents"]
     assert {event["tid"] for event in trace} == {0, 1}
-    launched("launch.train", tmp_path, *TINY, *settings, "trainer.epochs=2", "resume=auto", world=2)
+    launched("train", tmp_path, *TINY, *settings, "trainer.epochs=2", "resume=auto", world=2)
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -183,7 +182,7 @@ def test_launcher_and_pipeline_make_the_gpu_of_the_local_rank_current() -> None:
 
 def forked(arguments: Sequence[str], processes: int, seconds: float, folder: Path) -> str | None:
     """Run the self-test in forked processes, and write their output where torchrun would."""
-    ended = start(module, os.getcwd(), "launch.selftest", *arguments, world=processes, torchrun=True, timeout=seconds)
+    ended = start(petra, os.getcwd(), "selftest", *arguments, world=processes, torchrun=True, timeout=seconds)
     for rank, output in enumerate(ended.outputs):
         (folder / str(rank)).mkdir()
         (folder / str(rank) / "stderr.log").write_text(output)
@@ -223,7 +222,7 @@ def test_a_hang_under_torchrun_is_reported_by_rank_stage_round_and_microbatch(tm
     options = {"devices": 2, "fault": "hang", "fault_at": 3000, "fault_rank": 1}
     paths = os.pathsep.join(map(str, (ROOT / "tests/emulated/site", ROOT)))
     variables = {"PYTHONPATH": paths, "PETRA_EMULATED": json.dumps(options), "NCCL_TOKEN": "secret", "NCCL_SHOWN": "1"}
-    command = [sys.executable, "-m", "launch.cli", "selftest", "--tiny", "--out", str(tmp_path), "--timeout", "9"]
+    command = [sys.executable, "-m", "petra", "selftest", "--tiny", "--out", str(tmp_path), "--timeout", "9"]
     command += ["--only", "lockstep", "plain"]
     done = subprocess.run(command, env=os.environ | variables, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stderr

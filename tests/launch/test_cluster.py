@@ -86,13 +86,13 @@ def test_the_first_failure_is_one_line(
     code: int, cause: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(arguments: list[str]) -> None:
-        assert arguments == ["--signals-to-handle", "SIGQUIT", "--standalone", "-m", "launch.train", "k=1"]
+        assert arguments == ["--signals-to-handle", "SIGQUIT", "--standalone", "-m", "petra", "train", "k=1"]
         raise ChildFailedError("launch.train", {3: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="")})
 
     monkeypatch.setattr("torch.distributed.run.main", fail)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)  # of this process
     with pytest.raises(SystemExit, match=str(status)):
-        agent.run_agent(["--standalone"], "launch.train", ["k=1"])
+        agent.run_agent(["--standalone"], "train", ["k=1"])
     assert capsys.readouterr().err == f"{cause}\n"
 
 

@@ -18,8 +18,7 @@ from launch.doctor import links
 from launch.doctor.links import LARGE_MESSAGE, Links
 from launch.doctor.machine import Report, find_differences, inspect_machine
 from launch.runtime.rank import Process
-from launch.selftest.command import run_all, write_report
-from launch.selftest.evidence import heading, reasons
+from launch.selftest.command import heading, reasons, run_all, write_report
 from launch.selftest.parts import PARTS
 from launch.selftest.plan import LARGEST_DIFFERENCE, Trial, judge, plan
 from petra import METHODS

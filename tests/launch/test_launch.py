@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from docs.reference import rows_of
-from launch.config.compose import command_line_configs, compose_overrides
-from launch.config.read import configurations
+from launch.config.compose import command_line_configs, compose_overrides, configurations
 from launch.config.schema import GROUPS, SECTIONS
 from launch.run.build import learning_rate
 from launch.run.data import data_sources

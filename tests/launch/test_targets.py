@@ -12,9 +12,8 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 import petra.inplace_abn  # noqa: F401
-from launch.config.compose import compose_overrides
+from launch.config.compose import all_keys, compose_overrides, targets
 from launch.config.keys import signature as parameters
-from launch.config.read import all_keys, targets
 from launch.config.schema import GIVEN, SECTIONS
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up

@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.config.compose import compose_overrides
-from launch.config.read import configurations
+from launch.config.compose import compose_overrides, configurations
 from launch.config.schema import Config
 from launch.run.build import learning_rate
 from reproduction import paper

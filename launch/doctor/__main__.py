@@ -1,5 +1,0 @@
-"""Run ``petra doctor`` under torchrun."""
-
-from .command import main
-
-main()
