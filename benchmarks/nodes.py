@@ -25,12 +25,8 @@ def run_nodes(processes: str, arguments: Sequence[str], timeout: float | None = 
         subprocess.TimeoutExpired: If a node still runs after ``timeout``. All nodes are terminated.
     """
     nodes = processes.count(",") + 1
-    environment = os.environ | {
-        "NNODES": str(nodes),
-        "NPROC_PER_NODE": processes,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
+    environment = os.environ | {"NNODES": str(nodes), "NPROC_PER_NODE": processes}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, "-m", "petra", "node", *arguments]
     return statuses([subprocess.Popen(command, env=environment | {"NODE_RANK": str(rank)}) for rank in range(nodes)], timeout)
 

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.two_stages import sgd
-from launch.bench.contestants import Batches, Contestant, Setting, as_tuple
+from launch.bench.contestants import Batches, Contestant, Setting
+from petra.specs import as_streams
 
 
 def deepspeed(setting: Setting, batches: Batches) -> Contestant:
@@ -65,14 +67,13 @@ def torchgpipe(setting: Setting, batches: Batches) -> Contestant:
 
 def checkpointed(setting: Setting, batches: Batches) -> Contestant:
     """Train in one process with a checkpoint around every block."""
-    from torch.utils.checkpoint import checkpoint
 
     def build(layers: Sequence[nn.Module]) -> Callable[[], None]:
         def accumulate() -> None:
             for m in range(setting.k):
                 y: Any = batches.inputs(m)
                 for layer in layers:
-                    y = checkpoint(layer, *as_tuple(y), use_reentrant=False)
+                    y = checkpoint(layer, *as_streams(y), use_reentrant=False)
                 (F.cross_entropy(y, batches.targets(m)) / setting.k).backward()
 
         return accumulate

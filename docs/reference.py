@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from launch.config import CONF
-from launch.config.compose import configurations, targets
+from launch.config.compose import CONF, configurations, targets
 from launch.config.keys import Key, definition, descriptions
 from launch.config.schema import GROUPS, keys
 from launch.run.folder import changes_results

@@ -110,10 +110,6 @@ class Candidate:
         return [f"{key}={value}".replace(" ", "") for key, value in chosen.items()]
 
 
-Memories = Callable[[Method, Tuned], list[PredictedMemory]]
-"""Predicts the memory of each stage of a method with its partition."""
-
-
 def predict_method(
     blocks: Sequence[BlockCost],
     method: Method,
@@ -121,13 +117,13 @@ def predict_method(
     machines: Machines,
     transport: TransportName,
     *,
-    memories: Memories | None = None,
+    memories: Callable[[Method, Tuned], list[PredictedMemory]] | None = None,
     tune_delay: bool = False,
 ) -> Candidate:
     """Partition the blocks over the machines for a method, and predict its steady state.
 
     Args:
-        memories: Predicts the memory. Without it, the memory of the devices is no limit.
+        memories: Predicts the memory of each stage. Without it, the memory of the devices is no limit.
 
     Raises:
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.

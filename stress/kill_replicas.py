@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -48,8 +49,9 @@ class ForkedProcess:
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
-        assert self.pid is not None
-        os.kill(self.pid, number)
+        if self.poll() is None and self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 def place(environment: Mapping[str, str]) -> tuple[str, str]:

@@ -36,25 +36,25 @@ ROOMS = {
     ("petra/data",): Budget(1_908, 1_908),
     ("petra/models",): Budget(1_593, 1_593),
     ("petra/inplace_abn",): Budget(1_703, 1_703),
-    ("petra/elastic", "launch/elastic"): Budget(999, 999),
-    ("petra/huggingface",): Budget(1_370, 1_370),
+    ("petra/elastic", "launch/elastic"): Budget(975, 975),
+    ("petra/huggingface",): Budget(1_310, 1_310),
     ("petra/diagnostics",): Budget(717, 717),
     ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(350, 350),
-    ("launch/*.py", "launch/templates"): Budget(1_043, 1_043),
-    ("launch/config",): Budget(804, 400),
-    ("launch/run",): Budget(1_868, 1_658),
-    ("launch/runtime",): Budget(660, 660),
-    ("launch/doctor", "launch/selftest"): Budget(964, 964),
-    ("launch/bench",): Budget(768, 768),
+    ("launch/*.py", "launch/templates"): Budget(905, 905),
+    ("launch/config",): Budget(787, 400),
+    ("launch/run",): Budget(1_850, 1_658),
+    ("launch/runtime",): Budget(658, 658),
+    ("launch/doctor", "launch/selftest"): Budget(934, 934),
+    ("launch/bench",): Budget(756, 756),
     ("reproduction",): Budget(2_216, 2_201),
-    ("benchmarks",): Budget(3_043, 3_043),
+    ("benchmarks",): Budget(3_040, 3_040),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_110, 15_768),
-    ("docs",): Budget(344, 344),
+    ("tests", "stress"): Budget(17_104, 15_768),
+    ("docs",): Budget(343, 343),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_557, 26_557)
+BOTH = Budget(26_256, 26_256)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(5_997, 5_997)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -24,6 +24,7 @@ from petra.engine.options.compile import compile_block
 from petra.engine.recipe import OptimizerFactory
 from petra.reversible import derive_seed
 from petra.settings import TransportName
+from petra.specs import as_streams
 
 
 class Batches:
@@ -127,10 +128,10 @@ class FormattedBlock(nn.Module):
         self.exit = torch.contiguous_format if sends else own, own
 
     def forward(self, *streams: Any) -> Any:
-        x, autocast = as_tuple(streams[0]) if isinstance(streams[0], tuple) else streams, self.numerics.autocast
+        x, autocast = streams[0] if isinstance(streams[0], tuple) else streams, self.numerics.autocast
         x = tuple(t.float() for t in x) if self.receives else x  # messages may have another type
         with torch.autocast(x[0].device.type, autocast, enabled=autocast is not None):
-            y = as_tuple(self.block(*_formatted(x, *self.entry)))
+            y = as_streams(self.block(*_formatted(x, *self.entry)))
         sent = torch.bfloat16 if self.sends and self.numerics.wire == "bf16" else torch.float32
         y = tuple(t.to(sent) for t in _formatted(y, *self.exit))
         return y if len(y) > 1 else y[0]
@@ -159,7 +160,7 @@ class Chained(nn.Sequential):
     def forward(self, *x: Any) -> Any:
         y: Any = x
         for layer in self:
-            y = layer(*as_tuple(y))
+            y = layer(*as_streams(y))
         return y
 
 
@@ -300,8 +301,3 @@ def period(pipeline: Pipeline, data: DataSource, microbatches: int) -> float:
         return 0.0
     first, last = steady[0], steady[whole]
     return float(last - first if isinstance(first, float) else first.elapsed_time(last) / 1000) / whole
-
-
-def as_tuple(x: Any) -> tuple[Any, ...]:
-    """Return a tuple as it is, and anything else as the only element of one."""
-    return x if isinstance(x, tuple) else (x,)

@@ -28,9 +28,11 @@ from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, PetraError, accepts, alternatives, first_line, invalid, require
 from petra.method import METHODS
 
-from . import CONF
 from .keys import Key, definition, is_shipped
 from .schema import GROUPS, METHOD, SECTIONS, Config, keys
+
+CONF = str(Path(__file__).parents[2] / "conf")
+"""Folder of the configuration files."""
 
 
 def register() -> None:

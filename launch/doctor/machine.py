@@ -135,8 +135,13 @@ def _container_problems(device: torch.device) -> Iterator[str]:
 
 
 def _network_problems(process: Process) -> Iterator[str]:
-    if process.world > process.local_world and INTERFACES not in os.environ and (address := _address()).startswith(("127.", "no ")):
-        yield f"{socket.gethostname()} resolves to {address}, which other nodes can't reach: set {INTERFACES}"
+    if process.world > process.local_world and INTERFACES not in os.environ:
+        try:
+            address = socket.gethostbyname(socket.gethostname())
+        except OSError:
+            address = "no address"
+        if address.startswith(("127.", "no ")):
+            yield f"{socket.gethostname()} resolves to {address}, which other nodes can't reach: set {INTERFACES}"
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         if os.environ.get(name) == "1":
             yield f"{name}=1: messages may take a slower path than necessary"
@@ -159,10 +164,3 @@ def _versions() -> dict[str, str]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "no address"

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
@@ -86,15 +85,11 @@ class Replica:
         return Membership(self.index, self.replicas, liveness)
 
 
-StartProcess = Callable[[Mapping[str, str]], Any]
-"""Starts a process with these variables in its environment, and returns its :class:`subprocess.Popen`."""
-
-
 class ReplicaProcesses:
     """The processes of one replica. If one of them fails, the others are killed, and all of them are started again.
 
     Args:
-        start: Starts a process.
+        start: Starts a process with these variables in its environment, and returns its :class:`subprocess.Popen`.
         index: Index of the replica.
         processes: Number of processes of the replica.
         port: Port of the store that all replicas share.
@@ -105,10 +100,10 @@ class ReplicaProcesses:
         restarts: Number of restarts.
     """
 
-    def __init__(self, start: StartProcess, index: int, processes: int, port: int) -> None:
-        self._start, self._processes = start, processes
+    def __init__(self, start: Callable[[Mapping[str, str]], Any], index: int, processes: int, port: int) -> None:
+        self._start = start
         self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        self._environment = {
+        environment = {
             REPLICA: str(index),
             STORE: f"{LOOPBACK}:{port}",
             "WORLD_SIZE": str(processes),
@@ -118,22 +113,20 @@ class ReplicaProcesses:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"replica{index}",
         }
+        self._environments = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
         self.status: int | None = None
         self.restarts = self._failures = 0
         self.begin()
 
     def begin(self) -> None:
         """Start all processes."""
-        ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(self._processes)]
-        self.running = [self._start({**self._environment, **rank}) for rank in ranks]
+        self.running = [self._start(environment) for environment in self._environments]
         self._started = time.monotonic()
 
     def signal(self, number: int) -> None:
         """Send a signal to the processes that still run."""
         for process in self.running:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    process.send_signal(number)
+            process.send_signal(number)
 
     def supervise(self, *, restart: bool) -> None:
         """Look after the processes. Call this method a few times per second.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -45,9 +45,6 @@ THREADS = "OMP_NUM_THREADS"
 LARGEST_CIFAR_STEM = 64
 """Largest image size in pixels for which ``model.stem=auto`` chooses the stem that keeps the resolution."""
 
-Choices = Mapping[str, Any]
-"""What ``auto`` stands for: the number of blocks in each of the ``stages``, and the boundary ``delay``."""
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -73,8 +70,8 @@ class Setup:
         return unit_of(self.config.data, self.plan.inputs)
 
     @property
-    def choices(self) -> Choices:
-        """Stages and delay of the plan, as a checkpoint stores them."""
+    def choices(self) -> dict[str, Any]:
+        """What ``auto`` stands for: the number of blocks in each of the ``stages``, and the boundary ``delay``."""
         return {"stages": [len(stage) for stage in self.plan.layout.stages], "delay": self.plan.method.delay}
 
     def with_choice(self, stages: Sequence[int], delay: int | Sequence[int], method: Method | None = None) -> Setup:

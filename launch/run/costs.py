@@ -27,7 +27,7 @@ from ..config.machines import read_machines
 from ..config.schema import AUTO
 from ..runtime.rank import Process
 from ..runtime.terminal import table
-from .build import Choices, Setup
+from .build import Setup
 from .targets import optimizer_factory
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def show_progress(text: str) -> None:
         print(f"\r\033[K{text}", end="\r", file=sys.stderr, flush=True)
 
 
-def tune_setup(setup: Setup, process: Process, earlier: Choices | None = None) -> Setup:
+def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = None) -> Setup:
     """Return the setup with a value for each setting that is ``auto``. Every rank must call this in the process group.
 
     Rank 0 measures forward, backward and update of each block on its device. Ranks 0 and 1 measure the link between them.

@@ -72,11 +72,6 @@ class Membership:
         self.generation = Generation(0, ())
         self._agreed: str | None = None  # key of the last operation on which this process has agreed
 
-    @property
-    def position(self) -> int:
-        """Position of this process's replica in the generation."""
-        return self.generation.replicas.index(self.replica)
-
     def join(self, stop: Callable[[], bool] | None = None) -> Generation | None:
         """Wait until a generation contains this replica and all of its processes have entered it. None if the run has finished.
 

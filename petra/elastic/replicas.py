@@ -119,7 +119,8 @@ class ElasticReplicas(Replicas, Hook):
     """
 
     def __init__(self, layout: Layout, device: torch.device, membership: Membership) -> None:
-        super().__init__(layout, membership.position, membership.generation.replicas, device)
+        replicas = membership.generation.replicas
+        super().__init__(layout, replicas.index(membership.replica), replicas, device)
         self.membership = membership
         self.sums = LossTolerantSums(membership, self._dp_group, device)
         self.start: int | None = None

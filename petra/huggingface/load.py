@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from petra.errors import ConfigError, Count, ModelError, first_line, invalid, require
+from petra.huggingface.blocks import DECODERS, split
 from petra.huggingface.coupling import Momentum, coupled
 from petra.huggingface.inputs import FIELDS, row_names
-from petra.huggingface.split import DECODERS, split
 from petra.model import BlockSpec, Model, copied
 from petra.reversible import seeded
 

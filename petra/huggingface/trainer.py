@@ -29,9 +29,9 @@ from petra.engine.update_rules import UpdateRules
 from petra.errors import require
 from petra.huggingface.arguments import WeightedLoss, check_arguments, optimizer, rates
 from petra.huggingface.batches import Form, TrainBatches
+from petra.huggingface.blocks import DECODERS, split
 from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import base_of, from_pretrained, report_untied, untie
-from petra.huggingface.split import DECODERS, split
 from petra.method import Method
 from petra.models.head_loss import LinearCrossEntropy, without_logits
 from petra.pipeline import Pipeline

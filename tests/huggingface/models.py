@@ -7,7 +7,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.huggingface.split import split
+from petra.huggingface.blocks import split
 
 VOCABULARY, LENGTH = 61, 12
 DECODER = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}

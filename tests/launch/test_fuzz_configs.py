@@ -23,8 +23,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.config import CONF
-from launch.config.compose import all_keys, compose_overrides, configurations
+from launch.config.compose import CONF, all_keys, compose_overrides, configurations
 from launch.config.schema import Config
 from launch.run.build import set_up
 from launch.run.costs import stage_map, tune_setup
