@@ -63,6 +63,15 @@ def test_errors_appear_before_torch_is_imported() -> None:
         assert line.startswith(f"error: {message}")
 
 
+@pytest.mark.processes
+def test_a_module_that_starts_no_command_is_refused() -> None:
+    ended = subprocess.run([sys.executable, "-m", "launch.cli", "train"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.splitlines()) == (
+        2,
+        ["error: command line: expected python -m petra COMMAND, got python -m launch.cli, which starts nothing"],
+    )
+
+
 def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["petra", "trian"])
     assert refused(cli.main, None) == "command: expected train or another name from petra --help, got trian"
