@@ -57,7 +57,8 @@ def split(model: Any, fields: Sequence[str], delimiter: int | None) -> dict[str,
     accepted = {"causal": FIELDS[:3], "bert": (FIELDS[0], FIELDS[1], FIELDS[3]), "vit": FIELDS[:1]}[kind]
     unknown = [field for field in fields if field not in accepted]
     require(not unknown, "fields", f"those of {name}: {', '.join(accepted)}", ", ".join(unknown), ModelError)
-    require(delimiter is None or kind == "causal", "delimiter", f"None for {name}", delimiter, ModelError)
+    tokens = range(model.config.vocab_size if kind == "causal" else 0)
+    require(delimiter is None or delimiter in tokens, "delimiter", f"None or one of {len(tokens)} tokens", delimiter, ModelError)
     embedding, layers, head = SPLITTERS[name](model)
     first = embedding[0]
     if kind != "vit":
@@ -185,9 +186,8 @@ class Layer(nn.Module):
         named = [name.rpartition(".")[0] for name, _ in self.layer.named_parameters() if name.startswith(("self_attn.", "mlp."))]
         other = [name for name in named if name not in plan]
         require(not other, "tp", "1 with layers that the base_model_tp_plan lacks, such as adapters", ", ".join(other), ModelError)
-        columns = [name for name, way in plan.items() if way == "colwise"]
-        sizes: dict[str, Any] = {name: self.layer.get_submodule(name).out_features for name in columns}
-        return {f"layer.{name}": (sizes[name],) if name in sizes else way for name, way in plan.items()}
+        layers: dict[str, Any] = {name: self.layer.get_submodule(name) for name in plan}
+        return {f"layer.{name}": (layers[name].out_features,) if way == "colwise" else way for name, way in plan.items()}
 
     def _mask(self, hidden: Tensor, context: Tensor | None = None) -> Tensor | None:
         """Return the mask of attention in the form that the implementation of attention takes.

@@ -37,7 +37,7 @@ def stack(batch: Mapping[str, Tensor], fields: Sequence[str] = FIELDS[:1], size:
 
     Raises:
         DataError: If a field is missing, the batch has one that is not among ``fields``, ``input_ids`` are no integers, rows are
-            longer than ``size``, or ``position_ids`` are not 0, 1, 2, … with a restart at 0 for every document.
+            longer than ``size``, ``attention_mask`` is not 0 or 1, or ``position_ids`` do not count up from 0 in every document.
     """
     for name in FIELDS:
         got = f"one with {name}" if name in batch else f"one without {name}"
@@ -48,7 +48,9 @@ def stack(batch: Mapping[str, Tensor], fields: Sequence[str] = FIELDS[:1], size:
     if "position_ids" in fields:
         found = rows[:, fields.index("position_ids")]
         expected = "0, 1, 2, … with a restart at 0 for every document"
-        require(torch.equal(positions(_from_positions(found)), found), "position_ids", expected, "others", DataError)
+        require(torch.equal(positions(torch.where(found == 0, FIRST, TOKEN)), found), "position_ids", expected, "others", DataError)
+    if "attention_mask" in fields and not {*torch.as_tensor(batch["attention_mask"]).flatten().tolist()} <= {0, 1}:
+        raise invalid("attention_mask", "0 for padding and 1 for tokens", "others", DataError)
     if size is not None:
         require(rows.shape[2] <= size, "batch", f"rows of at most {size} tokens", f"{rows.shape[2]}", DataError)
         rows = F.pad(rows, (0, size - rows.shape[2]))
@@ -75,7 +77,7 @@ def context_of(rows: Mapping[str, Tensor], delimiter: int | None) -> Tensor | No
     """
     context = None
     if "position_ids" in rows:
-        context = _from_positions(rows["position_ids"])
+        context = torch.where(rows["position_ids"] == 0, FIRST, TOKEN)
     elif delimiter is not None:
         context = torch.where(rows["input_ids"] == delimiter, FIRST, TOKEN)
     if "attention_mask" in rows:
@@ -102,10 +104,6 @@ def attention_mask(context: Tensor, *, causal: bool, window: int | None) -> Tens
     mask = (document[:, :, None] == document[:, None, :]) & (context != PADDING)[:, None, :]
     mask = mask.tril() if causal else mask
     return (mask if window is None else mask.triu(1 - window))[:, None]
-
-
-def _from_positions(position_ids: Tensor) -> Tensor:
-    return torch.where(position_ids == 0, FIRST, TOKEN)
 
 
 def row_names(fields: Sequence[str]) -> tuple[str, ...]:

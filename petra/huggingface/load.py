@@ -26,7 +26,6 @@ from petra.huggingface.inputs import FIELDS, row_names
 from petra.model import BlockSpec, Model, copied
 from petra.reversible import seeded
 
-MODELS = ", ".join(DECODERS)
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.jinja", "spiece.model")
 """Files of a checkpoint that are copied, so that the new one has the tokenizer of the old one."""
 
@@ -51,8 +50,8 @@ def huggingface(
     """
     model = loaded(path)
     most = getattr(model.config, "max_position_embeddings", size)
-    language = hasattr(model, "lm_head")
-    require(language, "model.path", "the checkpoint of a causal language model", f"{path} ({type(model).__name__})", ModelError)
+    got = f"{path} ({type(model).__name__})"
+    require(hasattr(model, "lm_head"), "model.path", "the checkpoint of a causal language model", got, ModelError)
     known = model.config.vocab_size
     require(classes <= known, "data.classes", f"at most {known}, the tokens of {path}", classes)
     require(size <= most, "data.size", f"at most {most}, the positions of {path}", size)
@@ -106,8 +105,7 @@ def from_pretrained(
         ModelError: If the class of the model is not supported.
     """
     named = isinstance(source, str | os.PathLike)
-    rows, model = row_names(fields), loaded(source) if named else source
-    model = base_of(model)
+    rows, model = row_names(fields), base_of(loaded(source) if named else source)
     parts = split(model, rows, delimiter)
     training = any(module.training for module in model.modules())
     require(training, "model", "modules in training mode (call .train(); .eval() freezes layers)", "none", ModelError)
@@ -134,11 +132,12 @@ def loaded(path: str | os.PathLike[str]) -> Any:
     require(not code, str(path), "a model that is part of transformers (trust_remote_code is refused)", "code of its own")
     name = next(iter(config.architectures or ()), "none")
     kind: Any = getattr(transformers, name, None)
-    require(kind is not None, f"{path}, architectures", f"a class of transformers, such as {MODELS}", name)
+    require(kind is not None, f"{path}, architectures", f"a class of transformers, such as {', '.join(DECODERS)}", name)
     with quiet(path), seeded(0):
         found, report = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
-    if (missing := sorted(report["missing_keys"])) and _first_process():
-        print(f"{path} has no {', '.join(missing)}: random weights", file=sys.stderr)
+    for key, line in (("missing_keys", "has no {}: random weights"), ("unexpected_keys", "has {}, which {} does not use")):
+        if (names := sorted(report[key])) and _first_process():
+            print(f"{path} {line.format(', '.join(names[:8]) + ', …' * (len(names) > 8), name)}", file=sys.stderr)
     return found.train()
 
 
@@ -190,8 +189,7 @@ def untie(model: Any) -> int:
     tied = head is not None and head.weight is embedding.weight
     if tied:
         head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
-    if getattr(model.config, "tie_word_embeddings", False):
-        model.config.tie_word_embeddings = False
+    model.config.tie_word_embeddings = False
     return head.weight.numel() if tied else 0
 
 
@@ -203,7 +201,7 @@ def quiet(path: object) -> Iterator[None]:
     logging.disable_progress_bar()
     try:
         yield
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise invalid(str(path), "the folder of a checkpoint of transformers", first_line(error), ConfigError) from error
     finally:
         logging.set_verbosity(verbosity)
@@ -212,7 +210,9 @@ def quiet(path: object) -> Iterator[None]:
 
 
 def base_of(model: Any) -> Any:
-    """Return the model of ``transformers`` inside a model of ``peft``; any other model as it is."""
+    """Return the model of ``transformers`` inside one of ``peft``, whose adapters must not be merged; any other model as it is."""
+    merged = hasattr(model, "get_base_model") and any(getattr(module, "merged", False) for module in model.modules())
+    require(not merged, "model", "adapters that are trained (unmerge_adapter)", "merged ones", ModelError)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

@@ -104,6 +104,8 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         report_untied(untie(base))
         self.form, inputs = self._probe(base, max_length)
         self.pipeline = self._pipeline(base, inputs, method, stages, loss_rows, remedies)
+        names = ("gradient_accumulation_steps", "per_device_train_batch_size")
+        self._facts = {name: getattr(self.args, name) for name in names} | {"method": self.pipeline.plan.method.name}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the pipeline copies the blocks of its stages."""
@@ -184,7 +186,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
             resume_from_checkpoint: Folder ``checkpoint-<step>``, or whether to resume from the newest in the output folder.
 
         Raises:
-            ConfigError: If the trainer has trained before, or the checkpoint has another number of microbatches per update.
+            ConfigError: If the trainer has trained before, or the checkpoint has another method or other numbers of rows.
             DataError: If there is no such checkpoint.
         """
         require(not unmapped, "train", "no argument but resume_from_checkpoint", ", ".join(unmapped))
@@ -335,7 +337,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         if self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = str(folder)
         if not args.save_only_model:
-            Checkpoints(folder / PETRA, keep=1).save(self.pipeline, {})
+            Checkpoints(folder / PETRA, keep=1).save(self.pipeline, self._facts)
         if args.should_save:
             self.state.save_to_json(str(folder / STATE))
             rotate_checkpoints(args.output_dir, args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
@@ -344,7 +346,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         path = None if folder is None else newest(Path(folder) / PETRA)
         require(path is not None, "resume_from_checkpoint", f"a folder that PetraTrainer has saved, with {PETRA}/", folder)
         assert path is not None
-        done, k = restore(self.pipeline, path)["clock"], self.pipeline.plan.k
+        facts = restore(self.pipeline, path)
+        for name, value in self._facts.items():
+            require(facts.get(name, value) == value, name, f"{facts.get(name)}, as in {folder}", value)
         self.state = TrainerState.load_from_json(str(Path(str(folder)) / STATE))
-        step = self.state.global_step
-        require(done == step * k, "gradient_accumulation_steps", f"{done / step:g}, as in {folder}", k)

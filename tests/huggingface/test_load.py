@@ -1,20 +1,25 @@
 """Checkpoints: untied weights, types, new weights, errors in one line, and the same training in several processes."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from petra import ConfigError, DataError, ModelError, Pipeline, TensorSpec
+from petra import DataError, PetraError, Pipeline, TensorSpec
 from tests.support.nets import assert_equal, make_pipeline, sgd
 from tests.support.processes import run_processes
+from tests.support.refusals import refuses
 
 pytest.importorskip("transformers")
 
 from petra.huggingface import from_pretrained, next_tokens, stack
+from petra.huggingface.load import adapted
 from tests.huggingface.models import LENGTH, VOCABULARY, batch_of, tiny, with_context
 
 
@@ -36,7 +41,7 @@ def test_a_folder_of_tied_weights_is_untied_in_float32(tmp_path: Path, capfd: py
     assert all(p.any() for p in (*model.parameters(), network.head.parts[1].weight))
 
 
-def test_weights_that_a_checkpoint_lacks_are_named_and_equal_everywhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_do_not_fit_are_named_and_equal_everywhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tiny("BertForMaskedLM").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BertForSequenceClassification"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -44,54 +49,56 @@ def test_weights_that_a_checkpoint_lacks_are_named_and_equal_everywhere(tmp_path
     first, second = (from_pretrained(tmp_path).build(0).state_dict() for _ in range(2))
     out, err = capfd.readouterr()
     assert not out
-    assert err.splitlines()[0].startswith(f"{tmp_path} has no bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, ")
+    has_no, has = err.splitlines()[:2]
+    assert has_no.startswith(f"{tmp_path} has no bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, ")
+    assert has.startswith(f"{tmp_path} has cls.predictions.bias, ")
+    assert has.endswith(", which BertForSequenceClassification does not use")
     assert_equal(first, second)
 
 
-def own_code(folder: Path) -> Any:
+def folder_with(**settings: Any) -> Path:
+    """Return the folder of a checkpoint whose configuration is changed."""
+    folder = Path(mkdtemp())
     tiny("LlamaForCausalLM").save_pretrained(folder)
-    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModelForCausalLM": "modeling.Own"}}
+    config = json.loads((folder / "config.json").read_text()) | settings
     (folder / "config.json").write_text(json.dumps(config))
-    return from_pretrained(folder)
+    return folder
 
 
-TOKENS = torch.ones(2, 4, dtype=torch.int64)
-WRONG: dict[str, tuple[Any, str]] = {
-    "nothing": (lambda folder: from_pretrained(folder), "expected the folder of a checkpoint .*, got no config.json$"),
-    "own code": (own_code, r"transformers \(trust_remote_code is refused\), got code of its own$"),
-    "class": (
-        lambda folder: from_pretrained(tiny("LlamaForCausalLM").model),
-        r"^model: expected one of the classes LlamaForCausalLM, .* or ViTForImageClassification, got LlamaModel$",
-    ),
-    "fields": (
-        lambda folder: from_pretrained(tiny("BertForMaskedLM"), fields=("input_ids", "position_ids")),
-        "^fields: expected those of BertForMaskedLM: input_ids, attention_mask, token_type_ids, got position_ids$",
-    ),
-    "both": (lambda folder: from_pretrained(folder, fields=("input_ids", "attention_mask", "position_ids")), ", got both$"),
-    "eager": (
-        lambda folder: from_pretrained(tiny("LlamaForCausalLM", attn_implementation="eager"), delimiter=3).profile(
-            TensorSpec((2, 4), torch.int64)
-        ),
-        "^attn_implementation: expected sdpa with padding or packed documents, got eager$",
-    ),
-    "a field more": (
-        lambda folder: stack({"input_ids": TOKENS, "attention_mask": TOKENS}),
-        r"^batch: expected one with input_ids \(fields\), got one with attention_mask$",
-    ),
-    "positions": (
-        lambda folder: stack({"input_ids": TOKENS, "position_ids": TOKENS}, ("input_ids", "position_ids")),
-        "^position_ids: expected 0, 1, 2, … with a restart at 0 for every document, got others$",
-    ),
-    "long": (lambda folder: stack({"input_ids": TOKENS}, size=3), "^batch: expected rows of at most 3 tokens, got 4$"),
-}
+def merged() -> Any:
+    model = adapted(tiny("LlamaForCausalLM"), 2)
+    model.merge_adapter()
+    return model
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_does_not_fit_is_one_clear_error(case: str, tmp_path: Path) -> None:
-    call, message = WRONG[case]
-    with pytest.raises((ConfigError, DataError, ModelError), match=message) as found:
-        call(tmp_path)
-    assert "\n" not in str(found.value)
+def load(make: Callable[[], Any], fields: tuple[str, ...] = (), delimiter: int | None = None) -> None:
+    from_pretrained(make(), fields=("input_ids", *fields), delimiter=delimiter).profile(TensorSpec((2, 4), torch.int64))
+
+
+LLAMA, BERT, IDS, MASK, POSITIONS = "LlamaForCausalLM", "BertForMaskedLM", "input_ids", "attention_mask", "position_ids"
+OWN, BITS = {"AutoModelForCausalLM": "modeling.Own"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}
+ONES = torch.ones(2, 4, dtype=torch.int64)
+test_models_that_do_not_fit = refuses(
+    load,
+    (mkdtemp, "expected the folder of a checkpoint .*, got no config.json$"),
+    (partial(folder_with, auto_map=OWN), r"transformers \(trust_remote_code is refused\), got code of its own$"),
+    (partial(folder_with, quantization_config=BITS), "the folder of a checkpoint of transformers, got .* requires bitsandbytes"),
+    (lambda: tiny(LLAMA).model, "^model: expected one of the classes LlamaForCausalLM, .* or ViT.*, got LlamaModel$"),
+    (merged, r"^model: expected adapters that are trained \(unmerge_adapter\), got merged ones$"),
+    (partial(tiny, BERT), (POSITIONS,), "^fields: expected those of BertForMaskedLM: .*, token_type_ids, got position_ids$"),
+    (mkdtemp, (MASK, POSITIONS), ", got both$"),
+    (partial(tiny, LLAMA), (), VOCABULARY, f"^delimiter: expected None or one of {VOCABULARY} tokens, got {VOCABULARY}$"),
+    (partial(tiny, LLAMA, attn_implementation="eager"), (), 3, "^attn_implementation: expected sdpa with padding .*, got eager$"),
+    kind=PetraError,
+)
+test_batches_that_do_not_fit = refuses(
+    stack,
+    ({IDS: ONES, MASK: ONES}, r"^batch: expected one with input_ids \(fields\), got one with attention_mask$"),
+    ({IDS: ONES, POSITIONS: ONES}, (IDS, POSITIONS), "^position_ids: expected 0, 1, 2, … with a restart at 0 .*, got others$"),
+    ({IDS: ONES, MASK: ONES * -10_000}, (IDS, MASK), "^attention_mask: expected 0 for padding and 1 for tokens, got others$"),
+    ({IDS: ONES}, (IDS,), 3, "^batch: expected rows of at most 3 tokens, got 4$"),
+    kind=DataError,
+)
 
 
 class Padded:

@@ -115,6 +115,11 @@ def test_events_evaluation_saving_and_resuming(tmp_path: Path) -> None:
     again = PetraTrainer(tiny("LlamaForCausalLM", torch.float32), args, method="dsp", stages=2, **data)
     again.train(resume_from_checkpoint=str(tmp_path / "resumed/checkpoint-7"))
     assert losses(again) == losses(fresh)
+    for method, count, message in (("1f1b", 4, "method: expected dsp"), ("dsp", 2, "per_device_train_batch_size: expected 4")):
+        other = arguments(tmp_path, **settings, per_device_train_batch_size=count)
+        changed = PetraTrainer(tiny("LlamaForCausalLM", torch.float32), other, method=method, stages=2, **data)
+        with pytest.raises(ConfigError, match=message):
+            changed.train(resume_from_checkpoint=str(tmp_path / "resumed/checkpoint-7"))
     torch.testing.assert_close(again.pipeline.state_dict(), fresh.pipeline.state_dict(), rtol=0, atol=0)
 
 

@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -115,3 +116,10 @@ def test_settings_that_do_not_fit_the_checkpoint_are_refused(key: str, message: 
     if key.startswith("model"):
         line = refused(export.main, ["runs/tuned", "--huggingface", "SmolLM2"])
         assert line == "SmolLM2: expected a new or empty folder, got one with files"
+
+
+def test_bytes_for_a_checkpoint_with_a_tokenizer_are_a_warning(done: tuple[Path, dict[str, str]], capsys: Any) -> None:
+    words = next(words for words in page_commands() if words[0] == "train")
+    kept = [word for word in words if "=" in word and not word.startswith(("run_dir", "data=", "data.", "model.delimiter"))]
+    train_here(*kept, "data=text", "data.root=book.txt", "data.size=16", "data.batch_size=4", "run_dir=runs/bytes")
+    assert "warning: data.root: expected tokens of SmolLM2/tokenizer.json (petra tokenize" in capsys.readouterr().out
