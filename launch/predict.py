@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
         weights, config = read_run(options, [word for word in options.words if "=" in word], process)
         if (preparation := weights.facts.get("preparation")) is None:
             raise invalid(str(weights.path), "weights of a run on images, with their normalisation", "none", PetraError)
-        prepare = Preparation.from_dict(preparation)
+        prepare, size = Preparation.from_dict(preparation), config.data.size
+        require(size == prepare.size, "data.size", f"{prepare.size}, as the run prepared its images", size)
         network = weights.network(config)
         for path in images:
             with torch.no_grad():

@@ -79,7 +79,6 @@ def main(arguments: list[str] | None = None) -> None:
 def _fraction(words: list[str]) -> float | None:
     """Return the fraction that the words are, or None if they are names of files."""
     try:
-        (word,) = words
-        return float(word)
+        return float(" ".join(words))
     except ValueError:
         return None

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from petra.cost_model.machines import Connection, Device, Link, Machines
-from petra.errors import ConfigError, alternatives, first_line, invalid, require
+from petra.errors import ConfigError, alternatives, invalid, require
 
 from .keys import Key
 
@@ -50,9 +50,9 @@ def read_machines(path: str) -> Machines:
         ConfigError: If the file can't be read, has unknown keys or values that are not accepted.
     """
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, ValueError) as error:
-        raise invalid(KEY, "a YAML or JSON file of devices and links", f"{path} ({first_line(error)})") from error
+        found = OmegaConf.to_container(OmegaConf.load(path))  # refuses a key that occurs twice
+    except Exception as error:  # a damaged file can raise many exceptions
+        raise invalid(KEY, "a YAML or JSON file of devices and links", f"{path} ({' '.join(str(error).split())})") from error
     try:
         file = _entry(FILE, found)
         devices = [_entry(DEVICE, entry) for entry in file["devices"]]
@@ -74,7 +74,7 @@ def write_machines(path: str, machines: Machines) -> None:
         for pair in machines.connections
     ]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(yaml.safe_dump({"devices": devices, "links": links}), encoding="utf-8")
+    OmegaConf.save({"devices": devices, "links": links}, path)
 
 
 def _entry(known: Mapping[str, Key], found: Any) -> dict[str, Any]:

@@ -177,9 +177,7 @@ def check(config: Config, process: Process) -> None:
     require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
     require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)
     require(config.init_skip is None or config.init_from is not None, "init_skip", "null without init_from", config.init_skip)
-    check_installed = getattr(imported("logger._target_", config.logger._target_), "require", None)
-    if check_installed is not None:
-        check_installed()
+    getattr(imported("logger._target_", config.logger._target_), "require", lambda: None)()  # raises if it is not installed
     if trainer.export != "none":
         check_format(FORMATS[trainer.export])
     got = f"{trainer.diagnose} in {process.world} processes"

@@ -142,10 +142,8 @@ def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = 
         return setup
     if earlier is not None and ("stages" in setup.auto or setup.choices["stages"] == earlier["stages"]):
         return setup.with_choice(**earlier)
-    if (path := setup.config.cluster.machines) is not None:
-        machines = read_machines(path)
-    else:
-        machines = Machines.equal(len(setup.plan.layout.processes), measure_link(setup.device))
+    path, processes = setup.config.cluster.machines, len(setup.plan.layout.processes)
+    machines = Machines.equal(processes, measure_link(setup.device)) if path is None else read_machines(path)
     with raise_on_all_ranks():
         chosen = _choose(setup, machines) if process.first else None
     found: Tuned = all_gather_objects(chosen)[0]
@@ -173,7 +171,6 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     owned_by = machines.devices if several else (Device(),) * len(owners)
     limit = 1e9 * (config.trainer.memory_limit or float("inf"))
     devices = [Device(d.speed, min(limit, d.memory)) for d, owned in zip(owned_by, owners, strict=False) for _ in owned]
-    links = machines.connections[: len(owners) - 1] if several else INSTANT
     search = partial(
         tune,
         blocks,
@@ -181,11 +178,10 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
         plan.k,
         stages,
         tune_delay="delay" in setup.auto,
-        link=links,
+        link=machines.connections[: len(owners) - 1] if several else INSTANT,
         processes=owners if several else None,
         transport=config.trainer.transport,
         device_type=setup.device.type,
     )
-    limited = any(device.memory < float("inf") for device in devices)
-    memories = partial(stage_memories, setup, {}, plan.method) if limited else None
+    memories = partial(stage_memories, setup, {}, plan.method) if any(d.memory < math.inf for d in devices) else None
     return search_within(devices, search, memories, "trainer.memory_limit", "stage")[0]

@@ -161,8 +161,7 @@ def default_folder(config: Config) -> Path:
     Raises:
         ConfigError: If it cannot be created.
     """
-    names = (config.model.name, config.method.name, config.data.name)
-    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}_" + "_".join(re.sub(r"[^\w.-]", "-", part) for part in names)
+    name = re.sub(r"[^\w.-]", "-", f"{datetime.now():%F_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}")
     path = Path("runs", name)
     for number in count(2):
         try:

@@ -135,5 +135,7 @@ def _load_weights(pipeline: Pipeline, config: Config, path: Path, vocabulary: st
     skip, blocks = {*(config.init_skip or ())}, len(pipeline.plan.model.blocks)
     weights = SavedWeights.at(path, "init_from")
     weights.load_into(pipeline, vocabulary, skip)
-    random = f"; random: {', '.join(sorted(skip))}" if skip else ""
-    return f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{random}"
+    other = differences(weights.facts.get("config", as_data(config)), as_data(config))
+    notes = {"random": sorted(skip), "trained with other values": [key for key in other if key.startswith("model.")]}
+    shown = "".join(f"; {note}: {', '.join(names)}" for note, names in notes.items() if names)
+    return f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{shown}"

@@ -74,7 +74,7 @@ def vocabulary(config: Config, path: str | None, weights: SavedWeights | None = 
     """
     if config.data.name == "text":
         require(path is None, "--vocabulary", "none for a run on bytes (data=text)", path)
-        return lambda text: list(text.encode()), lambda tokens: iterdecode((bytes([t]) for t in tokens), "utf-8", "replace"), None
+        return lambda text: [*text.encode()], lambda ids: iterdecode((bytes([min(t, 255)]) for t in ids), "utf-8", "replace"), None
     file = Path(path) if path else Path(config.data.options.get("root") or ".") / VOCABULARY
     tokenizer = load_vocabulary(file)
     size, classes = tokenizer.get_vocab_size(), config.data.classes

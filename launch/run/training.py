@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from petra.analysis.timeline import write_timeline
+from petra.data.tokenizer import VOCABULARY, fingerprint, load_vocabulary
 from petra.diagnostics.gradient_quality import GradientQuality
 from petra.diagnostics.process_memory import keep_freed_memory, release_memory
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
@@ -20,7 +21,7 @@ from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.compile import WarmUp
 from petra.engine.options.replicas import Replicas
 from petra.engine.options.watchdog import Watchdog
-from petra.errors import Interrupted
+from petra.errors import DataError, Interrupted, require
 from petra.hooks import Hook
 from petra.training import FORMATS, Checkpoints, JsonLines, Lines, Trainer, UpdateMeans, Watcher, export, limited, peak_memory
 
@@ -109,17 +110,19 @@ class TrainingRun:
         self.setup = setup = tune_setup(setup, process, start.facts.get("chosen"))
         config = setup.config
         train, test = setup.data(replicas)
-        prepared = None if train.preparation is None else asdict(train.preparation)
-        facts = {"config": as_data(config), "chosen": setup.choices, "preparation": prepared, "vocabulary": train.vocabulary}
+        facts = {"config": as_data(config), "chosen": setup.choices, "vocabulary": train.vocabulary, "contents": train.contents}
+        facts["preparation"] = None if train.preparation is None else asdict(train.preparation)
         limit = config.trainer.limit_batches
         batches = limited(train.batches_per_epoch, limit)
         self.pipeline = setup.pipeline(batches, replicas)
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
+        same = "data.root" in start.changes or start.facts.get("contents") in (None, train.contents)
+        require(same, "data.root", f"the training data of {start.path}", "others", DataError)
         with raise_on_all_ranks():
             self.records = Records(setup, start) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
-            print(*_warnings(config, batches), self.records.headline(), *loaded, sep="\n", flush=True)
+            print(*_warnings(config, batches, train.vocabulary), self.records.headline(), *loaded, sep="\n", flush=True)
         if config.checkpoint.keep:
             require_shared(self.folder, config.trainer.timeout, process)
         self.checkpoints = Checkpoints(
@@ -130,7 +133,7 @@ class TrainingRun:
             background=True,
             timeout=config.trainer.timeout,
         )
-        readable = config.data.name == "text" or train.vocabulary is not None
+        readable = config.data.name == "text" or (setup.unit == "tokens" and train.vocabulary is not None)
         if config.trainer.sample is not None and readable and setup.plan.parameters <= MOST_PARAMETERS:
             self.pipeline.measures.append(TextSample(self.pipeline, config, config.trainer.sample))
         watchers = self._watchers(batches)
@@ -208,8 +211,12 @@ class TrainingRun:
             write_timeline(intervals, self.folder, title, plan.layout.processes)
 
 
-def _warnings(config: Config, batches: int) -> Iterator[str]:
-    """Yield warnings about a run of ``batches`` microbatches in an epoch."""
+def _warnings(config: Config, batches: int, vocabulary: str | None) -> Iterator[str]:
+    """Yield warnings about a run of ``batches`` microbatches in an epoch, with tokens of a vocabulary or bytes."""
+    file = Path(config.model.options.get("path") or "", VOCABULARY)
+    known = config.model.name == "huggingface" and file.is_file() and (vocabulary or config.data.name == "text")
+    if known and vocabulary != fingerprint(load_vocabulary(file)):
+        yield f"warning: data.root: expected tokens of {file} (petra tokenize --vocabulary {file.parent}), got others"
     if (total := config.trainer.epochs * batches) < config.k:
         yield f"warning: k={config.k}: the run has only {total} microbatches, so it ends before its first update"
     if (warmup := config.schedule.options.get("warmup_epochs", 0)) >= config.trainer.epochs:

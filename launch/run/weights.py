@@ -28,8 +28,6 @@ from .folder import CHECKPOINTS, CONFIG, changes_results, differences, load_conf
 
 AVERAGE = "average"
 """Name under a checkpoint's folder that asks for its moving average instead of its weights. There is no such file."""
-SHOWN = 12
-"""Digits of a vocabulary's fingerprint in messages."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class SavedWeights:
         return network(self.checkpoint, averaged=self.checkpoint != self.path)
 
     def require_vocabulary(self, name: str, found: str | None) -> None:
-        """Check that a vocabulary is the one with which the weights were trained. An unknown vocabulary passes.
+        """Check that a vocabulary, or names of classes, are those with which the weights were trained. Unknown ones pass.
 
         Args:
             name: Key or file with the vocabulary, for the message.
@@ -103,8 +101,8 @@ class SavedWeights:
             DataError: If it is another vocabulary.
         """
         if found is not None and (trained := self.facts.get("vocabulary")) is not None:
-            expected = f"tokens of the vocabulary {trained[:SHOWN]}, with which {self.path} was trained"
-            require(found == trained, name, expected, f"those of {found[:SHOWN]}", DataError)
+            expected = f"the vocabulary or names of classes {trained:.12}, with which {self.path} was trained"
+            require(found == trained, name, expected, f"those of {found:.12}", DataError)
 
     def load_into(self, pipeline: Pipeline, vocabulary: str | None, skip: Collection[str] = ()) -> None:
         """Load the weights into this process's part of a pipeline.

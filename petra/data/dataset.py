@@ -69,8 +69,9 @@ class Dataset:
         train: Training samples.
         test: Test samples.
         bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
-        vocabulary: Fingerprint of the vocabulary of the tokens. None for images, and for unknown vocabularies.
+        vocabulary: Fingerprint of the vocabulary of the tokens, or of the names of classes. None if they are unknown.
         preparation: How test images are prepared, which predictions for other images repeat. None for text.
+        contents: Fingerprint of the first file of the training data. None if it is unknown.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Dataset:
     bytes_per_target: float | None = None
     vocabulary: str | None = None
     preparation: Preparation | None = None
+    contents: str | None = None
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
         """Return the data set with the selected readers only.

@@ -86,8 +86,9 @@ def require_text(content: bytes, source: Path | str) -> None:
         DataError: If they contain NUL, as UTF-16, compressed files and images do, or are a pointer of Git LFS.
     """
     require(b"\0" not in content, str(source), "text in UTF-8", "a NUL byte, as in a binary file or UTF-16", DataError)
-    pointer = content.startswith(b"version https://git-lfs")
-    require(not pointer, str(source), "text", "a pointer of Git LFS (git lfs pull gets the file)", DataError)
+    require(
+        not content.startswith(b"version https://git-lfs"), str(source), "text", "a pointer of Git LFS (git lfs pull)", DataError
+    )
     if content[:32].lstrip().lower().startswith((b"<!doctype html", b"<html")):
         logging.getLogger(__name__).warning("%s: begins like a page of HTML; a failed download?", source)
 

@@ -56,7 +56,7 @@ def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
     for name in classes[:16]:
         last = listed(folder / "val" / name, HELP)[-1]
         require_distinct(path for part in ("train", "val") if (path := folder / part / name / last).is_file())
-    return Dataset("imagenet", len(classes), size, train, test, preparation=Preparation(size, MOMENTS, CROP, classes))
+    return Dataset("imagenet", len(classes), size, train, test, None, " ".join(classes), Preparation(size, MOMENTS, CROP, classes))
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
@@ -66,8 +66,7 @@ def _classes(folder: Path) -> tuple[str, ...]:
 
 
 def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
-    names: list[bytes] = []
-    labels: list[int] = []
+    names, labels = list[bytes](), list[int]()
     others = {*listed(folder, HELP)} - {*classes}
     for number, name in enumerate(classes):
         found = listed(folder / name, HELP)

@@ -69,8 +69,7 @@ def from_dataset(dataset: MapStyle, collate: Collate | None = None) -> Split:
 
     _, targets = samples(torch.zeros(1, dtype=torch.long), None)
     inputs_of, targets_of = (partial(_column, samples, part) for part in (0, 1))
-    integers = are_integers(targets)
-    return Split(len(dataset), inputs_of, targets_of, True, samples, integer_targets=integers, decodes_targets=True)
+    return Split(len(dataset), inputs_of, targets_of, True, samples, integer_targets=are_integers(targets), decodes_targets=True)
 
 
 def _column(samples: Callable[[Tensor, int | None], tuple[Tensor, Tensor]], part: int, indices: Tensor, seed: int | None) -> Tensor:

@@ -119,7 +119,7 @@ class TrainSource(_Source):
     Attributes:
         batches_per_epoch: Number of microbatches per epoch.
         preparation: How the data set prepares test images, or None.
-        vocabulary: As :attr:`petra.data.Dataset.vocabulary`.
+        vocabulary, contents: As of :class:`petra.data.Dataset`.
 
     Raises:
         ConfigError: If ``batch_size`` is less than 1 or exceeds the training set, or another argument is not accepted.
@@ -136,14 +136,13 @@ class TrainSource(_Source):
         timeout: float = TIMEOUT,
     ) -> None:
         split = _split(dataset, "train")
-        name = f" of {dataset.name}" if isinstance(dataset, Dataset) else ""
-        expected = f"an integer from 1 to {split.count}, the number of training samples{name}"
+        expected = f"an integer from 1 to {split.count}, the number of training samples of {getattr(dataset, 'name', 'the split')}"
         require(isinstance(batch_size, Integral) and 1 <= batch_size <= split.count, "data.batch_size", expected, batch_size)
         require(is_integer(seed) and 0 <= seed < 2**63, "seed", "an integer >= 0 and < 2^63", seed)
         require(isinstance(augment, bool), "augment", "true or false", augment)
         batches = self.batches_per_epoch = split.count // batch_size
         self.preparation: Preparation | None = getattr(dataset, "preparation", None)
-        self.vocabulary: str | None = getattr(dataset, "vocabulary", None)
+        self.vocabulary, self.contents = (getattr(dataset, name, None) for name in ("vocabulary", "contents"))
 
         @lru_cache(maxsize=2)  # the first stage may read the next epoch while the last stage still reads the current one
         def order(epoch: int) -> Tensor:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Part, Split
-from petra.data.files import folder_of, read, reading, require_distinct, require_text
+from petra.data.files import folder_of, read, reading, require_distinct, require_text, sampled_hash
 from petra.errors import DataError, Positive, alternatives, invalid, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
@@ -180,12 +180,11 @@ def text(root: str | Path | None = None, size: int = 256, validation: Positive =
     require(0 < validation < 1, "data.validation", "a number > 0 and < 1", validation)
     path = folder_of(root, "text", TEXT_HELP)
     require_text(raw := read(path, TEXT_HELP), path)
-    content = np.frombuffer(raw, np.uint8)
-    train, test = np.split(content, [round(len(content) * (1 - validation))])
-    if len(train) <= size or len(test) < 2:
-        expected = f"at least {size + 1} bytes for training and 2 for testing"
-        raise invalid(str(path), expected, f"{len(train)} and {len(test)}", DataError)
-    return Dataset("text", 256, size, _windows([train], size, True), _windows([test], size, False), bytes_per_target=1.0)
+    train, test = np.split(np.frombuffer(raw, np.uint8), [round(len(raw) * (1 - validation))])
+    fits, expected = len(train) > size and len(test) >= 2, f"at least {size + 1} bytes for training and 2 for testing"
+    require(fits, str(path), expected, f"{len(train)} and {len(test)}", DataError)
+    windows = _windows([train], size, True), _windows([test], size, False)
+    return Dataset("text", 256, size, *windows, bytes_per_target=1.0, contents=sampled_hash(path)[:12])
 
 
 def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, split: Part = "val") -> Dataset:
@@ -216,15 +215,16 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
     every, hashes = [file for found in files.values() for file in found], corpus.get("files", {})
     kinds = {str(file.dtype) for file in every}
     require(len(kinds) == 1, str(folder), "files of tokens of one type", " and ".join(sorted(kinds)), DataError)
-    for found, path in require_distinct(file.path for file in every).items():
+    distinct = require_distinct(file.path for file in every)
+    for found, path in distinct.items():
         fits = not hashes or hashes.get(path.name) == found
         require(fits, str(path), f"the contents whose hash is in {CORPUS}", "others, or a file that it does not name", DataError)
     train, test = _windows(files["train"], size, True), _windows(files[split], size, False)
-    if not corpus:
-        return Dataset("tokens", classes, size, train, test)
-    require(classes == corpus["classes"], "data.classes", f"{corpus['classes']}, the tokens of {folder / CORPUS}", classes)
-    ratios = {part: _bytes_per_token(folder, part, found, corpus) for part, found in files.items()}
-    return Dataset("tokens", classes, size, train, test, ratios[split], corpus.get("vocabulary"))
+    known = corpus.get("classes", classes)
+    require(classes == known, "data.classes", f"{known}, the tokens of {folder / CORPUS}", classes)
+    ratios = {part: _bytes_per_token(folder, part, found, corpus) for part, found in files.items() if corpus}
+    first = next(iter(distinct))[:12]
+    return Dataset("tokens", classes, size, train, test, ratios.get(split), corpus.get("vocabulary"), contents=first)
 
 
 def _files_of(folder: Path, part: str) -> list[Path]:

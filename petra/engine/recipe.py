@@ -52,7 +52,7 @@ class Recipe:
     def __post_init__(self) -> None:
         rate, metrics = self.learning_rate, self.metrics
         named = isinstance(metrics, Mapping) and all(isinstance(key, str) and callable(value) for key, value in metrics.items())
-        listed = isinstance(self.remedies, list | tuple) and all(map(_is_remedy, self.remedies))
+        listed = isinstance(self.remedies, list | tuple) and (not self.remedies or _are_remedies(self.remedies))
         for name, fits, expected in (
             ("optimizer", callable(self.optimizer), "a function that returns a stage's optimizer, given the module of its blocks"),
             ("learning_rate", rate is None or callable(rate), "None or a function of the microbatches done"),
@@ -60,7 +60,7 @@ class Recipe:
             ("metrics", named and "loss" not in metrics, "functions of output and targets by name, none of them loss"),
             ("seed", is_integer(self.seed) and 0 <= self.seed < 2**63, "an integer >= 0 and < 2^63"),
             ("rules", isinstance(self.rules, UpdateRules), "an UpdateRules"),
-            ("remedies", listed, "a list of remedies (petra.staleness)"),
+            ("remedies", listed, "a list of remedies (petra.staleness), one of a kind"),
         ):
             require(fits, name, expected, repr(getattr(self, name)))
 
@@ -95,7 +95,7 @@ class Recipe:
         return {"remedies": list(self.remedies), "rules": self.rules, "seed": self.seed}
 
 
-def _is_remedy(value: object) -> bool:
+def _are_remedies(values: Sequence[object]) -> bool:
     from petra.engine.options.remedy import Remedy
 
-    return isinstance(value, Remedy)
+    return all(isinstance(value, Remedy) for value in values) and len({*map(type, values)}) == len(values)

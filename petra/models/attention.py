@@ -193,7 +193,6 @@ class Attention(nn.Module):
         """
         options = self.options
         require(self.kv_heads % tp == 0, "tp", f"a divisor of {self.kv_heads}, the number of key and value heads", tp)
-        require(options.dropout == 0, "model.dropout", "0 with tp, as attention weights differ between processes", options.dropout)
         norms = dict.fromkeys(["q_norm", "k_norm"] if options.qk_norm else [], "replicated_with_grad_allreduce")
         sizes = tuple(heads * options.head_dim for heads in (options.heads, self.kv_heads, self.kv_heads))
         return {"qkv": sizes, "out": "rowwise", **norms}

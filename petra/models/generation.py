@@ -77,13 +77,14 @@ def generate(model: nn.Module, prompt: Sequence[int], sampling: Sampling, seed: 
         stop: Token that ends the text, and is not yielded.
 
     Raises:
-        ConfigError: If the prompt is empty, or the model is not a language model.
+        ConfigError: If the prompt is empty or has other tokens than the model, or the model is not a language model.
     """
     require(len(prompt) >= 1, "prompt", "at least one token", "none")
     stem = find_stem(model)
     if stem is None:
         raise invalid("run", "a run of a language model", "a network without tokens")
-    text, device = list(prompt), next(model.parameters()).device
+    text, device, known = list(prompt), next(model.parameters()).device, range(stem.tokens.num_embeddings)
+    require(all(token in known for token in text), "prompt", f"tokens less than {len(known)}", text)
     generator, cached = torch.Generator().manual_seed(seed), any(isinstance(m, Attention) for m in model.modules())
     while True:
         new = text[-(stem.size if len(text) == len(prompt) else (stem.size + 1) // 2) :]

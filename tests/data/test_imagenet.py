@@ -35,7 +35,7 @@ def test_folders_are_classes_in_the_order_of_their_names(folders):
     (folders / "train" / "n01" / "notes.txt").write_text("no image")
     (folders / "train" / "labels.csv").write_text("no class")
     data = load_dataset("imagenet", root=folders, size=16)
-    assert (data.classes, data.size, data.train.count, data.test.count) == (3, 16, 12, 6)
+    assert (data.classes, data.size, data.train.count, data.test.count, data.vocabulary) == (3, 16, 12, 6, "n00 n01 n02")
     assert data.train.targets(torch.arange(12), None).tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert data.test.targets(torch.arange(6), None).tolist() == [0, 0, 1, 1, 2, 2]
     # Files are sorted by name, so n01/2.JPEG has index 6.

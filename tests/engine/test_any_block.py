@@ -269,51 +269,24 @@ test_what_does_not_fit_is_one_clear_error = refuses(
     ),
     (lambda: Model.of("mine", nn.Sequential()), "model mine: expected at least one block"),
     (lambda: chain(linear(6, 3)).train(DataLoader([1, 2]), 1), "data: expected a source .*, got DataLoader"),
-    (
-        lambda: chain(linear(6, 3), metrics={"mine": lambda y, t: 0.5}).evaluate(Vectors(), 1),
-        "metric mine: expected a tensor without dimensions, got float",
-    ),
-    (
-        lambda: chain(linear(6, 3), loss=partial(F.cross_entropy, reduction="none")).train(Vectors(), 1),
-        r"loss: expected a tensor without dimensions, got float64\[4\]",
-    ),
+    (lambda: chain(linear(6, 3), metrics={"mine": lambda y, t: 0.5}).evaluate(Vectors(), 1), "metric mine: expected .*, got float"),
+    (lambda: chain(linear(6, 3), loss=partial(F.cross_entropy, reduction="none")).train(Vectors(), 1), r"loss: .* float64\[4\]"),
     (lambda: chain(linear(6, 3)).train(Vectors(), -3), "microbatches: expected an integer >= 0, got -3"),
-    (
-        lambda: TwoFunctionCoupling(*[nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))] * 2),
-        "g: expected layers with running statistics of its own, got a BatchNorm2d",
-    ),
+    (lambda: TwoFunctionCoupling(*[nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))] * 2), "g: expected .*, got a BatchNorm2d"),
     (
         lambda: ReversibleSequence([Coupling(linear(3, 3)), Coupling(RunningMean(False))])(*torch.randn(2, 4, 3).double()),
         r"block 1: expected buffers .*, got a change of f\.mean",
     ),
     (lambda: chain(linear(6, 3).eval()), "^model mine: expected modules in training mode"),
-    (
-        lambda: chain(linear(6, 3), optimizer=groups, learning_rate=lambda t: 0.1),
-        r"^learning_rate: expected None for an optimizer .* rates 0\.1, 0\.2, got a function",
-    ),
+    (lambda: chain(linear(6, 3), optimizer=groups, learning_rate=lambda t: 0.1), r"^learning_rate: .* 0\.1, 0\.2, got a function"),
     (lambda: Numerics(exact_streams=True, wire="bf16"), r"exact_streams: expected false with wire=bf16, got true"),
     (lambda: chain(linear(6, 3), optimizer=OPTIMIZERS["adam"]), r"learning_rate: expected a function, .* got None$"),
     (lambda: chain(linear(), Twice()), "outputs of block b1: expected 1 for loss, got 2"),
-    (
-        lambda: chain(nn.LazyLinear(6), linear(6, 3)),
-        "block b0 of model mine: expected tensors with shapes .*, got weight, bias without",
-    ),
-    (
-        lambda: chain(nn.Sequential(nn.Tanh(), torch.jit.script(linear())), linear(6, 3)),
-        "block b0 of model mine: expected modules of Python .*, got TorchScript in 1",
-    ),
-    (
-        lambda: chain(linear(6, 3), optimizer=lambda m: torch.optim.LBFGS(m.parameters())),
-        "optimizer: expected one whose step needs no closure, .*, got LBFGS",
-    ),
-    (
-        lambda: chain(linear(6, 3), optimizer=lambda m: torch.optim.SparseAdam(m.parameters())),
-        "optimizer: expected one for dense gradients, .*, got SparseAdam",
-    ),
-    (
-        lambda: make_pipeline(Model.of("mine", {"b": nn.Linear(6, 3)}), FLAT, optimizer=sgd),
-        r"block b: expected an input that it accepts, got float64\[4, 6\] from the data",
-    ),
+    (lambda: chain(nn.LazyLinear(6), linear(6, 3)), r"block b0 .*: expected tensors with shapes .*, got weight, bias"),
+    (lambda: chain(nn.Sequential(nn.Tanh(), torch.jit.script(linear())), linear(6, 3)), "block b0 .*, got TorchScript in 1"),
+    (lambda: chain(linear(6, 3), optimizer=lambda m: torch.optim.LBFGS(m.parameters())), "optimizer: .* no closure, .*, got LBFGS"),
+    (lambda: chain(linear(6, 3), optimizer=lambda m: torch.optim.SparseAdam(m.parameters())), "optimizer: .*, got SparseAdam"),
+    (lambda: make_pipeline(Model.of("mine", {"b": nn.Linear(6, 3)}), FLAT, optimizer=sgd), r"block b: .*, got float64\[4, 6\]"),
     kind=(ConfigError, ModelError),
 )
 

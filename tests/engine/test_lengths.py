@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from examples.remedies.lengths import Lengths
-from petra import ConfigError, Runtime
+from petra import Runtime
 from petra.reversible import derive_seed
 from tests.engine.test_tensor_parallel import MODELS, TEXTS
 from tests.support.nets import RandomTokens, assert_equal, make_pipeline, sgd, train_plainly
 from tests.support.processes import run_processes
+from tests.support.refusals import refuses
 
 
 class Rows(RandomTokens):
@@ -45,9 +46,8 @@ def test_two_processes_give_the_same_bits(tmp_path: Path) -> None:
     assert_equal(first | second, trained(0))
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"), [((5, 12), "integers > 1 that divide the largest"), ((3, 6), "12, the tokens of a row")]
+test_lengths_that_do_not_fit = refuses(
+    lambda *lengths: trained(0, lengths=lengths),
+    (5, 12, "remedy.lengths: expected integers > 1 that divide the largest"),
+    (3, 6, "remedy.lengths: expected 12, the tokens of a row"),
 )
-def test_lengths_that_do_not_fit_are_refused(lengths: tuple[int, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"remedy.lengths: expected {message}"):
-        trained(0, lengths=lengths)

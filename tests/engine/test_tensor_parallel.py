@@ -124,8 +124,8 @@ class Misfit(MLP):
         return {**super().divisible(tp), "up": (2,)}
 
 
-def hooked(kind: type[MLP] = MLP) -> nn.Module:
-    mlp = kind(LayerOptions(8))
+def hooked(kind: type[MLP] = MLP, dropout: float = 0.0) -> nn.Module:
+    mlp = kind(LayerOptions(8, dropout=dropout))
     mlp.up.weight.register_hook(lambda gradient: gradient)
     return nn.Sequential(mlp, nn.Flatten(), nn.Linear(16, 5))
 
@@ -141,6 +141,7 @@ def refused(rank: int) -> list[str]:
         lambda: make_pipeline(Model("hooked", (BlockSpec("layer", hooked),)), spec, **divided),
         lambda: make_pipeline(Model.of("tied", nn.Sequential(tied, nn.Flatten(), nn.Linear(16, 5))), spec, **divided, stages=1),
         lambda: make_pipeline(Model("misfit", (BlockSpec("layer", partial(hooked, Misfit)),)), spec, **divided),
+        lambda: make_pipeline(Model("random", (BlockSpec("layer", partial(hooked, dropout=0.1)),)), spec, **divided),
     ]
     found = []
     for attempt in attempts:
@@ -152,11 +153,12 @@ def refused(rank: int) -> list[str]:
 
 @pytest.mark.processes
 def test_what_needs_whole_layers_is_refused(tmp_path: Path) -> None:
-    muon, without, hooks, tied, misfit = run_processes(2, refused, tmp_path, timeout=60)[0]
+    muon, without, hooks, tied, misfit, random = run_processes(2, refused, tmp_path, timeout=60)[0]
     assert "tp: expected 1 with an optimizer that needs whole parameters, or that isn't torch's, got Muon" in muon
     assert "tp: expected 1 for a model without layers that can be divided, got 2" in without
     assert "tp: expected parameters of up without hooks" in hooks
     assert "tp: expected 1 with layers that occur twice, got up" in tied
+    assert "dropout: expected 0 with tp, as all processes draw the same numbers, got 0.1" in random
     assert "tp: expected 1 with layers that can't be divided, got up: (2,) of Linear(in_features=8" in misfit
 
 
@@ -173,7 +175,6 @@ test_settings_that_tensor_parallelism_excludes = refuses(
     (TensorReplicas, LAYOUT, 0, Recipe(sgd), Runtime(compile="eager"), CPU, None, "compile: expected None with tp > 1, got eager"),
     (TensorReplicas, LAYOUT, 0, Recipe(sgd), Runtime(), CPU, object(), "tp: expected 1 with replicas that may be lost, got 2"),
     (Attention(LayerOptions(24, heads=3)).divisible, 2, "tp: expected a divisor of 3, the number of key and value heads, got 2"),
-    (Attention(LayerOptions(24, heads=2, dropout=0.1)).divisible, 2, "model.dropout: expected 0 with tp"),
     (partial(make_plan, MODELS["gpt"](), TEXTS.spec, processes=6, dp=2, tp=2), "tp: expected a divisor of 3, the number of proc"),
 )
 

@@ -156,7 +156,7 @@ def test_another_vocabulary_of_the_same_size_is_refused(trained: Path, other: Pa
     for words in ([], [f"--weights={checkpoint}"]):
         for command, root in ((evaluate.main, f"data.root={other}"), (generate.main, f"--vocabulary={other}/tokenizer.json")):
             error = refused(command, [f"{trained}/run", root, *words])
-            assert "expected tokens of the vocabulary" in error
+            assert "expected the vocabulary or names of classes" in error
             assert str(other) in error or error.startswith("data.root: ")
 
 
@@ -165,5 +165,18 @@ def test_a_run_does_not_start_from_weights_for_another_vocabulary(word: str, tra
     if word == "resume":
         shutil.copytree(trained / "run", tmp_path / "run")
     changes = ["resume=auto" if word == "resume" else f"init_from={trained}/run", f"run_dir={tmp_path}/run", "trainer.epochs=2"]
-    with pytest.raises(PetraError, match=r"^data\.root: expected tokens of the vocabulary \w{12}, with which .* was trained, got "):
+    with pytest.raises(PetraError, match=r"^data\.root: expected the vocabulary or .* \w{12}, with which .* was trained, got "):
         train(*RUN, f"data.root={other}", *changes)
+
+
+def test_a_run_resumes_on_its_own_text_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another network of the same shapes may start from its weights, and says so."""
+    path, run = tmp_path / "a.txt", f"{tmp_path}/run"
+    words = [*RUN[2:6], *RUN[13:], "model.dim=16", "model.depth=2", "model=revgpt", "data=text", f"data.root={path}"]
+    path.write_text("Sun and sea. " * 200)
+    train(*words, "model.heads=4", f"run_dir={run}")
+    train(*words, "model.heads=2", f"run_dir={tmp_path}/other", f"init_from={run}")
+    assert "(1 epochs done); trained with other values: model.heads\n" in capsys.readouterr().out
+    path.write_text("Sea and sun. " * 200)
+    with pytest.raises(PetraError, match=r"^data\.root: expected the training data of .*000000008, got others$"):
+        train(*words, "model.heads=4", f"run_dir={run}", "resume=auto", "trainer.epochs=2")

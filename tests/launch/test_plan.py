@@ -59,6 +59,7 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
         ("devices: [{memory: 80.0e+9}]", "memory: expected null or a number > 0 and <= 1e6, got 80000000000.0"),
         (f"{TWO}[{{forward: {{bandwidth: 1, latency: 2.0e-5}}, backward: {{bandwidth: 1}}}}]", "latency: expected microseconds"),
         ("devices: [", "YAML"),
+        (f"{TWO}[{{forward: {{bandwidth: 1, bandwidth: 2}}, backward: {{bandwidth: 1}}}}]", "found duplicate key bandwidth"),
     ],
 )
 def test_files_that_are_refused(tmp_path: Path, text: str, message: str) -> None:

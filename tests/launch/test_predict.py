@@ -59,6 +59,7 @@ def test_predictions_equal_those_of_the_network_on_the_data_set(
     ("command", "words", "message"),
     [
         (predict, "{folder}/config.yaml", "{folder}/config.yaml: can't be read as a JPEG or PNG image"),
+        (predict, "data.size=16 x.png", "data.size: expected 32, as the run prepared its images, got 16"),
         (predict, "--weights={folder}/none.pt x.png", "{folder}/none.pt: cannot be read as exported weights"),
     ],
 )

@@ -136,10 +136,7 @@ def test_an_own_data_set_is_loaded_once(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            ["model._target_=none_such.build"],
-            r"model\._target_: none_such can't be imported \(ModuleNotFoundError: No module named",
-        ),
+        (["model._target_=none_such.build"], r"model\._target_: none_such can't be imported \(ModuleNotFoundError: No module"),
         (["model._target_=mine.rows"], "model._target_: expected a function that returns a petra.model.Model, got mine.rows"),
         (["data._target_=broken_module.rows"], r"data\._target_: broken_module can't be imported \(ZeroDivisionError: division by"),
         (["data.classes=4"], r"data\.classes: expected 3 for rows, got 4"),

@@ -269,6 +269,7 @@ def test_the_seed_decides_the_text_and_the_stop_token_ends_it() -> None:
     assert list(generate(model, [5], Sampling(), 1, stop)) == texts[0][: texts[0].index(stop)]
     for network, prompt, message in (
         (model, [], "prompt: expected at least one token"),
+        (model, [-1], f"prompt: expected tokens less than {SHAPE['classes']}, got "),
         (revvit().build(0), [1], "run: expected a run of a language model, got a network without tokens"),
     ):
         with pytest.raises(ConfigError, match=message):

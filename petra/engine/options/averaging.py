@@ -58,6 +58,5 @@ class WeightAverage(Part):
 
     def swap(self) -> None:
         """Exchange the parameters and their averages."""
-        for i, average in enumerate(self.values):
-            parameter = self._parameters[i]
+        for i, (average, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
             self.values[i], parameter.data = parameter.data, average

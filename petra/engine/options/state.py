@@ -34,9 +34,8 @@ def kinds_of(worker: Worker) -> Kinds:
 
 def numbers_of(worker: Worker) -> dict[str, float]:
     """Return the numbers of a stage's updates by name."""
-    update = worker.update
-    numbers = {"done": update.done, "t": update.last_t}
-    for part in update.parts:
+    numbers: dict[str, float] = {"done": worker.update.done, "t": worker.update.last_t}
+    for part in worker.update.parts:
         numbers |= part.numbers()
     return {key: float(n) for key, n in numbers.items()}
 

@@ -217,6 +217,8 @@ class TensorReplicas(Replicas):
         block = build()
         for module in [*block.modules()]:
             divisible: Divisible | None = getattr(module, "divisible", None)
+            dropout = max([own.p for own in module.modules() if isinstance(own, nn.Dropout)], default=0) if divisible else 0
+            require(dropout == 0, "dropout", "0 with tp, as all processes draw the same numbers", dropout, ModelError)
             for name, way in divisible(self._mesh.size()).items() if divisible else ():
                 layers = [own for _, own in block.named_modules(remove_duplicate=False) if own is module.get_submodule(name)]
                 require(len(layers) == 1, "tp", "1 with layers that occur twice", name, ModelError)
