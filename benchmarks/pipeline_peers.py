@@ -24,23 +24,23 @@ from petra.specs import as_streams
 def deepspeed(setting: Setting, batches: Batches) -> Contestant:
     """Use DeepSpeed's pipeline engine, without ZeRO, in float32."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.update(LOCAL_RANK=str(setting.rank), LOCAL_SIZE=str(len(setting.stages)))
+    os.environ.update(LOCAL_RANK=str(setting.rank), LOCAL_SIZE=str(len(setting.plan.stages)))
     with redirect_stdout(io.StringIO()):
         import deepspeed as library
         from deepspeed.pipe import PipelineModule
 
         library.utils.logger.setLevel("ERROR")
         library.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        layers = setting.layers(range(sum(setting.stages)))
+        layers = setting.layers(range(len(setting.plan.model.blocks)))
         module = PipelineModule(
-            list(layers.values()), num_stages=len(setting.stages), loss_fn=F.cross_entropy, partition_method="uniform"
+            list(layers.values()), num_stages=len(setting.plan.stages), loss_fn=F.cross_entropy, partition_method="uniform"
         )
         engine, *_ = library.initialize(
             model=module,
             optimizer=sgd(module),
             config={
-                "train_micro_batch_size_per_gpu": setting.inputs.shape[0],
-                "gradient_accumulation_steps": setting.k,
+                "train_micro_batch_size_per_gpu": setting.plan.inputs.shape[0],
+                "gradient_accumulation_steps": setting.plan.k,
                 "gradient_clipping": 0.0,
                 "steps_per_print": 1 << 30,
             },
@@ -48,7 +48,7 @@ def deepspeed(setting: Setting, batches: Batches) -> Contestant:
         )
     module.to(memory_format=torch.channels_last)  # only now, because initialize broadcasts the parameters
     data = list(zip(batches.x, batches.y, strict=True))
-    own = {b: layers[b] for b in setting.blocks(setting.rank)}
+    own = {b: layers[b] for b in setting.plan.stages[setting.rank].blocks}
     return setting.run(own, lambda: engine.train_batch(iter(data)))
 
 
@@ -57,8 +57,8 @@ def torchgpipe(setting: Setting, batches: Batches) -> Contestant:
     from torchgpipe import GPipe
 
     def build(layers: Sequence[nn.Module]) -> Callable[[], None]:
-        devices = ["cpu"] * len(setting.stages)
-        network = GPipe(nn.Sequential(*layers), setting.stages, devices=devices, chunks=setting.k, checkpoint="never")
+        stages = [len(stage.blocks) for stage in setting.plan.stages]
+        network = GPipe(nn.Sequential(*layers), stages, devices=["cpu"] * len(stages), chunks=setting.plan.k, checkpoint="never")
         x, y = batches.x.flatten(0, 1), batches.y.flatten()
         return lambda: F.cross_entropy(network(x), y).backward()
 
@@ -70,11 +70,11 @@ def checkpointed(setting: Setting, batches: Batches) -> Contestant:
 
     def build(layers: Sequence[nn.Module]) -> Callable[[], None]:
         def accumulate() -> None:
-            for m in range(setting.k):
+            for m in range(setting.plan.k):
                 y: Any = batches.inputs(m)
                 for layer in layers:
                     y = checkpoint(layer, *as_streams(y), use_reentrant=False)
-                (F.cross_entropy(y, batches.targets(m)) / setting.k).backward()
+                (F.cross_entropy(y, batches.targets(m)) / setting.plan.k).backward()
 
         return accumulate
 
@@ -85,7 +85,7 @@ def _alone(setting: Setting, build: Callable[[Sequence[nn.Module]], Callable[[],
     """Return a contestant that runs in the first process only. The other processes wait for it."""
     if setting.rank != 0:
         return setting.run({}, lambda: None)
-    layers = setting.layers(range(sum(setting.stages)), divided=False)
+    layers = setting.layers(range(len(setting.plan.model.blocks)), divided=False)
     module = nn.ModuleList(layers.values()).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     accumulate, optimizer = build(list(module)), sgd(module)
 

@@ -26,7 +26,7 @@ from benchmarks.pipeline_peers import checkpointed, deepspeed, torchgpipe
 from benchmarks.report import benchmark_parser, in_processes, installed, machine, ratio, save
 from benchmarks.two_stages import build, sgd
 from launch.bench.contestants import Batches, Contestant, Peer, Setting, petra, torch_schedule
-from petra import METHODS, Keep, Method, Numerics
+from petra import METHODS, Keep, Method, Numerics, make_plan
 from petra.cost_model.costs import StageCost, pipeline_costs, profile_blocks
 from petra.cost_model.machines import Link, measure_link
 from petra.cost_model.simulator import predict
@@ -58,10 +58,10 @@ RIVAL = "torch 1F1B"
 
 def plain_update(setting: Setting, batches: Batches) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of every block before and after one update of the whole network by plain autograd."""
-    network = setting.model.build(0).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    network = setting.plan.model.build(0).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     before, optimizer = [_weights(block) for block in network.children()], sgd(network)
-    for m in range(setting.k):
-        (F.cross_entropy(network(batches.inputs(m)), batches.targets(m)) / setting.k).backward()
+    for m in range(setting.plan.k):
+        (F.cross_entropy(network(batches.inputs(m)), batches.targets(m)) / setting.plan.k).backward()
     optimizer.step()
     return before, [_weights(block) for block in network.children()]
 
@@ -88,8 +88,8 @@ def measure(rank: int, options: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, dict[str, list[float]]] = {}
     missing: list[str] = []
     for k in options.k:
-        setting = Setting(model, inputs, tuple(stages), k, rank, sgd, threads=options.threads)
-        batches = Batches(inputs, k)
+        plan = make_plan(model, inputs, k=k, stages=stages, processes=2, numerics=Numerics(channels_last=True))
+        setting, batches = Setting(plan, rank, sgd, threads=options.threads), Batches(inputs, k)
         runs, missing = installed({name: partial(make, setting, batches) for name, make in CONTESTANTS.items()})
         before, after = plain_update(setting, batches)
         for name, run in runs.items():

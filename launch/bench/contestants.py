@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from petra import Method, Model, Numerics, Pipeline, Recipe, Runtime, TensorSpec
+from petra import Method, Numerics, Pipeline, Plan, Recipe, Runtime, TensorSpec
 from petra.cost_model.machines import synchronized_time
 from petra.engine.endpoints import DataSource
 from petra.engine.options.compile import compile_block
@@ -49,36 +49,24 @@ class Setting:
     """The work of all contestants.
 
     Attributes:
-        inputs: Form of a microbatch.
-        stages: Number of blocks in each stage.
-        k: Microbatches per update.
+        plan: Model, form of a microbatch, k, stages and numerics. Each contestant has a method of its own.
         rank: Rank of this process.
         optimizer: Builds the optimizer of the blocks of a process, with its learning rate.
-        numerics: Autocast, memory format and type of messages.
         device, compile: Device of this process, and compiler of blocks, as in :class:`petra.Runtime`.
         threads: Threads of contestants that run in one process.
     """
 
-    model: Model
-    inputs: TensorSpec
-    stages: tuple[int, ...]
-    k: int
+    plan: Plan
     rank: int
     optimizer: OptimizerFactory
-    numerics: Numerics = Numerics(channels_last=True)  # noqa: RUF009 (frozen)
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
     compile: str | None = None
     threads: int = 2
 
-    def blocks(self, stage: int) -> range:
-        """Return the indices of a stage's blocks in the model."""
-        start = sum(self.stages[:stage])
-        return range(start, start + self.stages[stage])
-
     def layers(self, blocks: Iterable[int], *, divided: bool = True) -> dict[int, FormattedBlock]:
         """Build blocks for other libraries, by their index in the model. Messages travel between stages if they are ``divided``."""
-        ends = [sum(self.stages[:j]) for j in range(1, len(self.stages)) if divided]
-        found = {b: FormattedBlock(self.model.build_block(b, 0), self.numerics, b in ends, b + 1 in ends) for b in blocks}
+        ends, model = [stage.blocks[0] for stage in self.plan.stages[1:] if divided], self.plan.model
+        found = {b: FormattedBlock(model.build_block(b, 0), self.plan.numerics, b in ends, b + 1 in ends) for b in blocks}
         for layer in found.values() if self.compile else ():
             compile_block(layer.block, self.compile or "")
         return found
@@ -86,11 +74,11 @@ class Setting:
     def chained(self, layers: dict[int, FormattedBlock]) -> Chained:
         """Return a module of layers on the device, with the memory format of the run."""
         module = Chained(*layers.values()).to(self.device)
-        return module.to(memory_format=torch.channels_last) if self.numerics.channels_last else module  # type: ignore[call-overload]
+        return module.to(memory_format=torch.channels_last) if self.plan.numerics.channels_last else module  # type: ignore[call-overload]
 
     def run(self, layers: dict[int, FormattedBlock], update: Callable[[], object]) -> Contestant:
         """Return the run of a contestant that repeats ``update``."""
-        return Contestant(repeated(update, self.k, self.device), {b: layer.block for b, layer in layers.items()})
+        return Contestant(repeated(update, self.plan.k, self.device), {b: layer.block for b, layer in layers.items()})
 
 
 @dataclass(frozen=True)
@@ -168,21 +156,22 @@ def petra(method: Method, transport: TransportName) -> Peer:
     """Use :class:`petra.Pipeline`."""
 
     def build(setting: Setting, batches: Batches) -> Contestant:
+        plan = setting.plan
         pipeline = Pipeline(
-            setting.model,
-            setting.inputs,
+            plan.model,
+            plan.inputs,
             Recipe(setting.optimizer, metrics={}),
             method=method,
-            stages=setting.stages,
+            stages=[len(stage.blocks) for stage in plan.stages],
             runtime=Runtime(setting.device, transport, compile=setting.compile),
-            k=setting.k,
-            numerics=setting.numerics,
+            k=plan.k,
+            numerics=plan.numerics,
         )
-        indices = (b for j in pipeline.stages for b in setting.blocks(j))
+        indices = (b for j in pipeline.stages for b in plan.stages[j].blocks)
         blocks = {b: block for b, (_, block) in zip(indices, pipeline.blocks(), strict=True)}
 
         def train(updates: int) -> float:
-            count = updates * setting.k
+            count = updates * plan.k
             if method.flush or pipeline.microbatches_done == 0:  # only the first update equals that of plain autograd
                 return repeated(lambda: pipeline.train(batches, count), count, setting.device)(1)
             return period(pipeline, batches, count + pipeline.plan.delays[0] + 1)
@@ -199,12 +188,13 @@ def torch_schedule(name: str) -> Peer:
         from torch.distributed import pipelining
 
         # Schedule1F1B requires at least as many microbatches as stages. With one microbatch GPipe runs the same order.
-        kind = getattr(pipelining, name if setting.k >= len(setting.stages) else "ScheduleGPipe")
-        layers = setting.layers(setting.blocks(setting.rank))
+        k, stages = setting.plan.k, setting.plan.stages
+        kind = getattr(pipelining, name if k >= len(stages) else "ScheduleGPipe")
+        layers = setting.layers(stages[setting.rank].blocks)
         module = setting.chained(layers)
-        stage = pipelining.PipelineStage(module, setting.rank, len(setting.stages), setting.device)
+        stage = pipelining.PipelineStage(module, setting.rank, len(stages), setting.device)
         several = issubclass(kind, pipelining.ScheduleInterleavedZeroBubble)
-        schedule = kind([stage] if several else stage, setting.k, loss_fn=F.cross_entropy)
+        schedule = kind([stage] if several else stage, k, loss_fn=F.cross_entropy)
         optimizer, x, y = setting.optimizer(module), batches.x.flatten(0, 1), batches.y.flatten()
 
         def update() -> None:
@@ -227,12 +217,12 @@ def replicas(setting: Setting, batches: Batches) -> Contestant:
     """
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-    layers = setting.layers(range(sum(setting.stages)), divided=False)
+    layers = setting.layers(range(len(setting.plan.model.blocks)), divided=False)
     devices = [setting.device] if setting.device.type == "cuda" else None
     module = DistributedDataParallel(setting.chained(layers), devices, broadcast_buffers=False, gradient_as_bucket_view=True)
-    if setting.numerics.wire is not None:
+    if setting.plan.numerics.wire is not None:
         module.register_comm_hook(None, bf16_compress_hook)
-    own = range(setting.rank, setting.k, dist.get_world_size())
+    own = range(setting.rank, setting.plan.k, dist.get_world_size())
     return setting.run(layers, _plain_update(setting, batches, module, own))
 
 
@@ -240,8 +230,8 @@ def one_device(setting: Setting, batches: Batches) -> Contestant:
     """Train the whole network in the first process. The other processes wait for it."""
     if setting.rank > 0:
         return setting.run({}, lambda: None)
-    layers = setting.layers(range(sum(setting.stages)), divided=False)
-    return setting.run(layers, _plain_update(setting, batches, setting.chained(layers), range(setting.k)))
+    layers = setting.layers(range(len(setting.plan.model.blocks)), divided=False)
+    return setting.run(layers, _plain_update(setting, batches, setting.chained(layers), range(setting.plan.k)))
 
 
 def _plain_update(setting: Setting, batches: Batches, module: nn.Module, own: range) -> Callable[[], None]:

@@ -108,10 +108,7 @@ def measure(trial: Measurement, device: torch.device, rank: int, world: int) -> 
     k = (8 if trial.host else work.sizes[-1] // trial.batch) * world
     numerics = Numerics(torch.bfloat16, images, wire=None if name == trial.contestant else "bf16")
     plan = make_plan(MODELS[work.model](**options), inputs, k=k, stages=world, processes=world, numerics=numerics)
-    stages = tuple(len(stage.blocks) for stage in plan.stages)
-    setting = Setting(
-        plan.model, inputs, stages, k, rank, lambda module: work.optimizer(module.parameters()), numerics, device, trial.compile
-    )
+    setting = Setting(plan, rank, lambda module: work.optimizer(module.parameters()), device, trial.compile)
     batches = Batches(inputs, k, options["classes"], device)
     run = PEERS[name](setting, batches)
     run.train(1)

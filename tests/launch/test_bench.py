@@ -14,7 +14,7 @@ from launch.bench import command
 from launch.bench.command import Failed, Workers
 from launch.bench.contestants import Batches, Setting
 from launch.bench.measure import CONTESTANTS, PEERS, Measurement
-from petra import TensorSpec
+from petra import Numerics, TensorSpec, make_plan
 from petra.models import MODELS
 from tests.support.processes import run_processes
 
@@ -27,8 +27,8 @@ def compare_with_plain_updates(rank: int) -> None:
     )
     for model, inputs in nets:
         count = len(model.blocks)
-        setting = Setting(model, inputs, (3, count - 3), 4, rank, sgd)
-        batches = Batches(inputs, 4)
+        plan = make_plan(model, inputs, k=4, stages=(3, count - 3), processes=2, numerics=Numerics(channels_last=True))
+        setting, batches = Setting(plan, rank, sgd), Batches(inputs, 4)
         before, after = plain_update(setting, batches)
         for name, peer in PEERS.items():
             run = peer(setting, batches)
