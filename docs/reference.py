@@ -9,15 +9,17 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
 from launch.config.compose import CONF, configurations, targets
-from launch.config.keys import Key, definition, descriptions
-from launch.config.schema import GROUPS, keys
+from launch.config.keys import Key, definition, is_shipped
+from launch.config.schema import GROUPS, Config, keys
 from launch.run.folder import changes_results
+from petra.engine.update_rules import UpdateRules
 
 HEAD = """# Configuration
 
@@ -64,17 +66,37 @@ def page() -> str:
 def rows_of(group: str) -> dict[str, Row]:
     """Return the keys of a group for any of its targets, or of the top level."""
     general = keys(group)
-    found: dict[str, list[Key]] = {}
+    found: dict[str, list[tuple[Key, str]]] = {}
     for target in targets(group) or ("",):
+        described = meanings(group, target)
         for name, key in keys(group, target).items():
-            found.setdefault(name, []).append(key)
+            found.setdefault(name, []).append((key, described.get(name, "")))
     rows = dict[str, Row]()
     for name, several in found.items():
-        frequent = Counter(repr(key.default) for key in several).most_common(1)[0][0]
-        default = next(key.default for key in several if repr(key.default) == frequent)
+        frequent = Counter(repr(key.default) for key, _ in several).most_common(1)[0][0]
+        default = next(key.default for key, _ in several if repr(key.default) == frequent)
         default = general[name].default if name in general else default
-        rows[name] = Row(several[0], default, _joined(_full(name, key.meaning) for key in several))
+        rows[name] = Row(several[0][0], default, _joined(_full(name, text) for _, text in several))
     return rows
+
+
+def meanings(group: str, target: str) -> dict[str, str]:
+    """Return the descriptions of the keys of a group in docstrings: of its target, and of its schema, which come first."""
+    nodes = definition(target)[1:] if group and is_shipped(target) else ()
+    kinds = [*([UpdateRules] if group == "optim" else []), *reversed(GROUPS.get(group, Config).__mro__)]
+    found = dict[str, str]()
+    for text in (*map(ast.get_docstring, nodes), *(cleandoc(kind.__doc__ or "") for kind in kinds)):
+        found |= descriptions(text or "")
+    return found
+
+
+def descriptions(docstring: str) -> dict[str, str]:
+    """Return the descriptions of parameters or attributes in a docstring, by name."""
+    found = dict[str, str]()
+    for section in re.findall(r"^(?:Args|Attributes):\n((?: .*\n?|\n(?= ))+)", docstring, re.MULTILINE):
+        for names, text in re.findall(r"^    (\w[\w, ]*): ((?:.*\n?)(?:      .*\n?)*)", section, re.MULTILINE):
+            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return found
 
 
 def _names(group: str, names: list[str], rows: dict[str, Row]) -> Iterator[str]:
@@ -100,7 +122,7 @@ def _names(group: str, names: list[str], rows: dict[str, Row]) -> Iterator[str]:
 def _full(name: str, meaning: str) -> str:
     """Return the description of a parameter: that of another docstring if it refers to one, none if it is as for another one."""
     if found := re.search(r"see\s+:class:`(petra\.[\w.]+)`\.$", meaning):
-        meaning = descriptions(ast.get_docstring(definition(found[1])[1]) or "")[name]
+        meaning = descriptions(ast.get_docstring(definition(found[1])[-1]) or "")[name]
     return "" if meaning.startswith("As for") else meaning
 
 

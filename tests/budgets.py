@@ -42,19 +42,19 @@ ROOMS = {
     ("petra/cost_model",): Budget(1_534, 1_534),
     ("petra/analysis",): Budget(350, 350),
     ("launch/*.py", "launch/templates"): Budget(915, 915),
-    ("launch/config",): Budget(787, 400),
+    ("launch/config",): Budget(766, 400),
     ("launch/run",): Budget(1_850, 1_658),
     ("launch/runtime",): Budget(658, 658),
-    ("launch/doctor", "launch/selftest"): Budget(934, 934),
-    ("launch/bench",): Budget(756, 756),
+    ("launch/doctor", "launch/selftest"): Budget(932, 932),
+    ("launch/bench",): Budget(743, 743),
     ("reproduction",): Budget(2_216, 2_201),
     ("benchmarks",): Budget(3_040, 3_040),
     ("examples",): Budget(882, 882),
     ("tests", "stress"): Budget(17_113, 15_768),
-    ("docs",): Budget(343, 343),
+    ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_266, 26_256)
+BOTH = Budget(26_230, 26_230)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(5_997, 5_997)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -6,12 +6,11 @@ A signature is read from the source, because an import of petra's rooms takes se
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from importlib import import_module
-from inspect import Parameter, cleandoc
+from inspect import Parameter
 from inspect import signature as inspected
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -34,12 +33,10 @@ class Key:
     Attributes:
         hint: Its type.
         default: Its default; ``...`` if there is none.
-        meaning: Its description in the docstring.
     """
 
     hint: Any
     default: Any
-    meaning: str
 
     @property
     def same_results(self) -> bool:
@@ -67,11 +64,9 @@ class Key:
 
 def fields_of(schema: Any) -> dict[str, Key]:
     """Return the fields of a dataclass of the schema."""
-    hints, meanings = get_type_hints(schema, include_extras=True), dict[str, str]()
-    for kind in reversed(schema.__mro__):
-        meanings |= descriptions(cleandoc(kind.__doc__ or ""))
+    hints = get_type_hints(schema, include_extras=True)
     defaults = {entry.name: ... if entry.default is MISSING else entry.default for entry in fields(schema)}
-    return {name: Key(hints[name], default, meanings.get(name, "")) for name, default in defaults.items()}
+    return {name: Key(hints[name], default) for name, default in defaults.items()}
 
 
 def is_shipped(target: str) -> bool:
@@ -86,23 +81,21 @@ def signature(target: str) -> dict[str, Key]:
     Raises:
         ConfigError: If petra has no such function or class.
     """
-    module, node = definition(target)
+    module, *nodes = definition(target)
     names, found = Names(module), dict[str, Key]()
-    bases = {*map(ast.unparse, getattr(node, "bases", ()))}
-    for each in (*(part for part in _statements(module) if getattr(part, "name", None) in bases), node):
-        meanings = descriptions(ast.get_docstring(each) or "")
+    for each in nodes:
         exec(f"def parameters({_parameters(each)}): ...", {}, names)
         for name, entry in inspected(names.pop("parameters")).parameters.items():
             default = ... if entry.default is Parameter.empty else entry.default
             default = str(default) if isinstance(default, str) else list(default) if isinstance(default, tuple) else default
-            found[name] = Key(names.hint(entry.annotation), default, meanings.get(name, ""))
+            found[name] = Key(names.hint(entry.annotation), default)
     found.pop("self", None)
     return found
 
 
 @cache
-def definition(target: str) -> tuple[str, Any]:
-    """Return the module of a function or class in petra, and its statement.
+def definition(target: str) -> tuple[Any, ...]:
+    """Return the module of a function or class in petra, the statements of its base classes there, and its own.
 
     Raises:
         ConfigError: If petra has none of this name.
@@ -110,7 +103,8 @@ def definition(target: str) -> tuple[str, Any]:
     module, _, name = target.rpartition(".")
     for node in _statements(module):
         if getattr(node, "name", None) == name:
-            return module, node
+            bases = {*map(ast.unparse, getattr(node, "bases", ()))}
+            return module, *(part for part in _statements(module) if getattr(part, "name", None) in bases), node
         if isinstance(node, ast.ImportFrom) and name in (alias.name for alias in node.names):
             return definition(f"{node.module}.{name}")
     raise invalid("_target_", "a function or class of petra", target)
@@ -156,12 +150,3 @@ def _parameters(node: Any) -> str:
         return ast.unparse(constructor.args)
     values = [ast.unparse(part) for part in node.body if isinstance(part, ast.AnnAssign)]
     return ", ".join(["*", *values] if values else [])
-
-
-def descriptions(docstring: str) -> dict[str, str]:
-    """Return the descriptions of parameters or attributes in a docstring, by name."""
-    found = dict[str, str]()
-    for section in re.findall(r"^(?:Args|Attributes):\n((?: .*\n?|\n(?= ))+)", docstring, re.MULTILINE):
-        for names, text in re.findall(r"^    (\w[\w, ]*): ((?:.*\n?)(?:      .*\n?)*)", section, re.MULTILINE):
-            found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
-    return found

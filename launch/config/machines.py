@@ -26,21 +26,15 @@ KEY = "cluster.machines"
 SCALE = ">= 1e-6 and <= 1e6"
 """Bounds of speeds, bandwidths, memory and counts in the units of the file. Beyond them, a value is in another unit."""
 LATENCY = ">= 0 and <= 1e9"
-COUNT = Key(Annotated[int, ">= 1 and <= 1e6"], 1, "Number of equal devices or connections.")
-FILE = {
-    "devices": Key(list[dict[str, Any]], ..., "Devices in the order of the processes of a pipeline."),
-    "links": Key(list[dict[str, Any]] | None, None, "Connections, each from a process to the next one and back."),
-}
-DEVICE = {
-    "count": COUNT,
-    "speed": Key(Annotated[float, SCALE], 1.0, "Speed relative to the device of the first process, which measures the blocks."),
-    "memory": Key(Annotated[float | None, "> 0 and <= 1e6"], None, "Memory in GB."),
-}
-CONNECTION = {"count": COUNT, "forward": Key(dict[str, Any], ..., "A link."), "backward": Key(dict[str, Any], ..., "A link.")}
-LINK = {
-    "bandwidth": Key(Annotated[float, SCALE], ..., "Bandwidth in GB/s."),
-    "latency": Key(Annotated[float, LATENCY], 0.0, "Latency in microseconds."),
-}
+COUNT, MEMORY = Key(Annotated[int, ">= 1 and <= 1e6"], 1), Key(Annotated[float | None, "> 0 and <= 1e6"], None)
+"""Number of equal devices or connections, and memory of a device in GB."""
+FILE = {"devices": Key(list[dict[str, Any]], ...), "links": Key(list[dict[str, Any]] | None, None)}
+"""Devices in the order of the processes of a pipeline, and connections, each from a process to the next one and back."""
+DEVICE = {"count": COUNT, "speed": Key(Annotated[float, SCALE], 1.0), "memory": MEMORY}
+"""Speeds are relative to the device of the first process, which measures the blocks."""
+CONNECTION = {"count": COUNT, "forward": Key(dict[str, Any], ...), "backward": Key(dict[str, Any], ...)}
+LINK = {"bandwidth": Key(Annotated[float, SCALE], ...), "latency": Key(Annotated[float, LATENCY], 0.0)}
+"""Bandwidth in GB/s, and latency in microseconds."""
 
 
 def read_machines(path: str) -> Machines:

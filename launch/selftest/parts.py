@@ -24,6 +24,7 @@ from petra.inplace_abn import InPlaceABN
 from petra.models import MODELS
 from petra.reversible import Coupling
 from petra.training import Checkpoints, restore, sgd
+from petra.training.weight_files import hash_of
 
 from ..bench.contestants import Batches
 from ..doctor.command import report_text
@@ -168,10 +169,7 @@ def train(options: Options, device: torch.device, process: Process) -> Findings:
 
 def _digest(pipeline: Pipeline) -> str:
     """Return the beginning of a digest of all weights, for any number of processes. Every process must call this function."""
-    own = {}
-    for key, value in pipeline.state_dict().items():
-        content = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        own[key] = hashlib.sha256(content).hexdigest()
+    own = {key: hash_of({key: value}) for key, value in pipeline.state_dict().items()}
     found = {key: digest for part in all_gather_objects(own) for key, digest in part.items()}
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:12]
 
