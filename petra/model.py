@@ -223,7 +223,7 @@ def _build_on_meta(spec: BlockSpec) -> nn.Module:
             return module.to("meta")
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         got = f"an error when it is built ({first_line(error)})"
-        raise invalid(f"block {spec.name}", "a module", got, ModelError) from error
+        raise invalid(f"block {spec.name}", "a function that builds it", got, ModelError) from error
 
 
 def _check_module(name: str, module: object) -> None:

@@ -284,7 +284,7 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
 
 def _block(plan: Plan, recipe: Recipe, runtime: Runtime, device: torch.device, b: int) -> nn.Module:
     # Convert each block to its final memory format at once, so that the next block can reuse the freed memory.
-    with _building(f"block {plan.model.blocks[b].name}", "a module", ModelError):
+    with _building(f"block {plan.model.blocks[b].name}", "a function that builds it", ModelError):
         block = plan.model.build_block(b, recipe.seed).to(device)
     if plan.numerics.channels_last:
         block.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -221,5 +221,5 @@ def test_errors_of_one_rank_are_raised_on_all_ranks(tmp_path: Path) -> None:
         "ConfigError: learning_rate: expected a function with remedy.discount, got None",
         "ConfigError: optimizer: expected a function that returns a stage's optimizer, given the module of its blocks, "
         "got IndexError (index 5 is out of range)",
-        "ModelError: block b: expected a module, got ValueError (no weights)",
+        "ModelError: block b: expected a function that builds it, got ValueError (no weights)",
     ]

@@ -178,5 +178,6 @@ def test_a_run_resumes_on_its_own_text_only(tmp_path: Path, capsys: pytest.Captu
     train(*words, "model.heads=2", f"run_dir={tmp_path}/other", f"init_from={run}")
     assert "(1 epochs done); trained with other values: model.heads\n" in capsys.readouterr().out
     path.write_text("Sea and sun. " * 200)
+    assert refused(generate.main, [run, "--vocabulary=a.json"]).startswith("--vocabulary: expected none for a run on bytes")
     with pytest.raises(PetraError, match=r"^data\.root: expected the training data of .*000000008, got others$"):
         train(*words, "model.heads=4", f"run_dir={run}", "resume=auto", "trainer.epochs=2")
