@@ -28,9 +28,9 @@ from benchmarks.two_stages import build, sgd
 from launch.bench.contestants import Batches, Contestant, Peer, Setting, petra, torch_schedule
 from petra import METHODS, Keep, Method, Numerics, make_plan
 from petra.cost_model.costs import StageCost, pipeline_costs, profile_blocks
+from petra.cost_model.event_graph import ZB_H1
 from petra.cost_model.machines import Link, measure_link
 from petra.cost_model.simulator import predict
-from petra.cost_model.zero_bubble import ZB_H1
 
 NOTHING, GRAPH = METHODS["petra"], Method("petra", delay=2, keep=Keep.GRAPH)
 CONTESTANTS: dict[str, Peer] = {

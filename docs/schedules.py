@@ -13,8 +13,8 @@ from pathlib import Path
 
 from petra.analysis.plots import save, timeline
 from petra.cost_model.costs import StageCost
+from petra.cost_model.event_graph import PREDICTED
 from petra.cost_model.simulator import predict, simulate
-from petra.cost_model.zero_bubble import PREDICTED
 from petra.errors import PetraError, require
 from petra.method import Keep
 

@@ -18,10 +18,10 @@ from functools import partial
 
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
+from petra.cost_model.event_graph import PREDICTED, ZB_H1
 from petra.cost_model.machines import Link, Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict
-from petra.cost_model.zero_bubble import PREDICTED, ZB_H1
 from petra.errors import ConfigError, require, within
 from petra.method import METHODS, Method
 from petra.plan.transport import simulated_transport

@@ -33,7 +33,7 @@ def _revnet34_of_table6() -> Model:
 
     ResNet-34's groups of 3, 4, 6 and 3 blocks, with the 22.3 million parameters of Table 2, would have them at 4, 8 and 14.
     """
-    return network(revnet_body("revnet34", (4, 4, 4, 4), expansion=1), 10)
+    return network("revnet34", revnet_body((4, 4, 4, 4), expansion=1), 10)
 
 
 MODELS: dict[str, Callable[[], Model]] = {"revnet18": revnet18, "revnet34": _revnet34_of_table6}

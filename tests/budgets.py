@@ -31,15 +31,15 @@ ROOMS = {
     ("petra/transport",): Budget(695, 695),
     ("petra/engine",): Budget(1_918, 1_918),
     ("petra/engine/options",): Budget(2_285, 2_285),
-    ("petra/staleness",): Budget(447, 447),
-    ("petra/training",): Budget(1_774, 1_774),
-    ("petra/data",): Budget(1_908, 1_908),
-    ("petra/models",): Budget(1_593, 1_593),
-    ("petra/inplace_abn",): Budget(1_703, 1_703),
+    ("petra/staleness",): Budget(434, 434),
+    ("petra/training",): Budget(1_729, 1_729),
+    ("petra/data",): Budget(1_902, 1_902),
+    ("petra/models",): Budget(1_561, 1_561),
+    ("petra/inplace_abn",): Budget(1_663, 1_663),
     ("petra/elastic", "launch/elastic"): Budget(975, 975),
     ("petra/huggingface",): Budget(1_310, 1_310),
-    ("petra/diagnostics",): Budget(717, 717),
-    ("petra/cost_model",): Budget(1_534, 1_534),
+    ("petra/diagnostics",): Budget(701, 701),
+    ("petra/cost_model",): Budget(1_521, 1_521),
     ("petra/analysis",): Budget(350, 350),
     ("launch/*.py", "launch/templates"): Budget(915, 915),
     ("launch/config",): Budget(766, 400),
@@ -48,13 +48,13 @@ ROOMS = {
     ("launch/doctor", "launch/selftest"): Budget(932, 932),
     ("launch/bench",): Budget(743, 743),
     ("reproduction",): Budget(2_216, 2_201),
-    ("benchmarks",): Budget(3_040, 3_040),
+    ("benchmarks",): Budget(3_039, 3_039),
     ("examples",): Budget(882, 882),
     ("tests", "stress"): Budget(17_113, 15_768),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_230, 26_230)
+BOTH = Budget(26_065, 26_065)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(5_997, 5_997)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -25,10 +25,9 @@ from benchmarks.staleness.figures import Records, final_runs, read_all
 from launch.plan import predict_method
 from petra import Model, Numerics, Recipe, TensorSpec
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
-from petra.cost_model.event_graph import TransportRules
+from petra.cost_model.event_graph import PREDICTED, ZB_H1, TransportRules
 from petra.cost_model.machines import Connection, Link, Machines
 from petra.cost_model.memory import predict_memory
-from petra.cost_model.zero_bubble import PREDICTED, ZB_H1
 from petra.models import gpt, revgpt
 from petra.plan import make_plan
 from petra.training import write_json
@@ -70,7 +69,7 @@ class Way:
 
     Attributes:
         name: Name in tables and figures.
-        schedule: Key of :data:`petra.cost_model.zero_bubble.PREDICTED`.
+        schedule: Key of :data:`petra.cost_model.event_graph.PREDICTED`.
         ks: Microbatches per update, of which the fastest is taken.
         model: ``revgpt`` or ``gpt``.
         optimizer: Key of :data:`benchmarks.staleness.cells.OPTIONS`.

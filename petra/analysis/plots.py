@@ -248,25 +248,25 @@ def gradient_panels(rows: Sequence[Mapping[str, float]]) -> list[Panel]:
     return [Panel("microbatch", label, by_stage(rows, key), "symlog" if key in errors else "linear") for key, label in quantities]
 
 
-def save(figure: Any, *paths: Path) -> None:
-    """Write a figure in the format of the suffix of each path (PNG, SVG or PDF). The same figure gives the same PNG and SVG."""
-    for path in paths:
-        _write(figure, path, path.suffix)
+def save(figure: Any, *files: Path | StringIO, **options: Any) -> None:
+    """Write a figure in the format of the suffix of each path (PNG, SVG or PDF), and as SVG to files in memory.
+
+    The same figure gives the same PNG and SVG. ``options`` are arguments of matplotlib's ``savefig``.
+    """
+    from matplotlib import rc_context
+
+    for file in files:
+        kind = file.suffix[1:] if isinstance(file, Path) else "svg"
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "petra"}):
+            figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None, **options)
 
 
 def svg(figure: Any) -> str:
     """Return a figure as an SVG element without colours for text and axes, so that a page can choose them."""
     file = StringIO()
-    _write(figure, file, ".svg", transparent=True)
+    save(figure, file, transparent=True)
     text = file.getvalue()
     return text[text.index("<svg") :].replace("#000000", "currentColor")
-
-
-def _write(figure: Any, file: Path | StringIO, suffix: str, **options: Any) -> None:
-    from matplotlib import rc_context
-
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "petra"}):
-        figure.savefig(file, format=suffix[1:], dpi=120, metadata={"Date": None} if suffix == ".svg" else None, **options)
 
 
 def _figure(width: float, height: float) -> Any:

@@ -78,7 +78,10 @@ def tune(
     delay = largest_delay(method, k, count, 2) if tune_delay else method.delay
     ends_in_graph = replace(method, delay=delay).delays(count, k)[-1] == 0
     last = [ends_in_graph and j == count - 1 for j in range(count)]
-    sums = {last: _sums(blocks, method, k, last=last) for last in (False, True)}
+    sums = {}  # of the times of the first 0, 1, 2, … blocks; those of the last stage store what a last stage of all blocks would
+    for ends in (False, True):
+        kept = zip(blocks, keeps_of(method, [block.reversible for block in blocks], last=ends), strict=True)
+        sums[ends] = prefix_sums([sum(block.seconds(keep)) + block.update / k for block, keep in kept])
 
     def seconds(starts: Indices, ends: Indices, j: int) -> Values:
         found: Values = (sums[last[j]][ends] - sums[last[j]][starts]) / speeds[j]
@@ -98,15 +101,6 @@ def tune(
         delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
     times = tuple(cost.forward + cost.backward + cost.update / k for cost in costs)
     return Tuned(tuple(map(len, partition)), delay, costs, times)
-
-
-def _sums(blocks: Sequence[BlockCost], method: Method, k: int, *, last: bool) -> Values:
-    """Return the times per microbatch of the first 0, 1, 2, … blocks.
-
-    The blocks of the last stage store what they would store in a last stage of all blocks.
-    """
-    keeps = keeps_of(method, [block.reversible for block in blocks], last=last)
-    return prefix_sums([sum(block.seconds(keep)) + block.update / k for block, keep in zip(blocks, keeps, strict=True)])
 
 
 def largest_delay(method: Method, k: int, stages: int, most: int) -> int:

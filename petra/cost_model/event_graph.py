@@ -23,9 +23,8 @@ from typing import Literal, NamedTuple
 from petra.cost_model.costs import StageCost
 from petra.cost_model.machines import Connection, Link
 from petra.cost_model.period import Edge, EventGraph
-from petra.cost_model.zero_bubble import ZeroBubble
 from petra.diagnostics.events import Kind
-from petra.method import Method
+from petra.method import METHODS, Keep, Method
 from petra.plan.timetable import Op, PeriodicRounds, Step, Timetable
 from petra.transport.edge import posted_receives
 
@@ -37,6 +36,21 @@ LAST = 2**40
 """Position of exchanges in a round: after all steps."""
 START, END, ARRIVAL = range(3)
 """Events of an item: item number i has the events 3 · i + START, + END, and + ARRIVAL of its message."""
+
+
+@dataclass(frozen=True)
+class ZeroBubble(Method):
+    """ZB-H1 (Qi et al. 2024, Zero Bubble Pipeline Parallelism), a rival for predictions and simulations, not for training.
+
+    It is 1F1B with a backward in two parts. The first computes δ and sends it. The second computes the gradients of the parameters;
+    stage j postpones it by τ_1 − τ_j microbatches, but not beyond the update, and so fills the time in which it would wait. It
+    requires ``flush`` and excludes ``fill``.
+    """
+
+
+ZB_H1 = ZeroBubble("zb_h1", delay=1, keep=Keep.GRAPH, flush=True)
+PREDICTED: dict[str, Method] = {**METHODS, ZB_H1.name: ZB_H1}
+"""Methods that can be predicted and simulated, by name."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import torch
-from torch import Tensor
 
 from petra.data.arrays import array_dataset
 from petra.data.dataset import Dataset
@@ -42,20 +41,15 @@ def synthetic(images: Annotated[int, ">= 4"] = 1024, classes: int = 10, size: in
     for key, value, least in (("classes", classes, 2), ("images", images, 4), ("size", size, 4)):
         require(value >= least, f"data.{key}", f"an integer >= {least}", value)
     try:
-        pixels, labels = _patterns(images, classes, size)
+        generator = torch.Generator().manual_seed(0)
+        # Patterns of 4x4 squares, symmetric so that flips keep the class. Noise takes the rest of the range.
+        half = torch.randint(0, 192, (classes, 3, 4, 2), dtype=torch.uint8, generator=generator)
+        positions = torch.arange(size)
+        patterns = half[:, :, positions * 4 // size][..., torch.minimum(positions, positions.flip(0)) * 4 // size]
+        labels = torch.arange(images + images // 4) % classes
+        pixels = torch.randint(0, 65, (len(labels), 3, size, size), dtype=torch.uint8, generator=generator)
+        pixels += patterns[labels]
     except (RuntimeError, OverflowError) as error:
         got = f"{images} images of {classes} classes and {size}x{size} pixels ({first_line(error)})"
         raise invalid("data.images", "a number of images that fits into memory", got) from error
     return array_dataset("synthetic", classes, (pixels[:images], labels[:images]), (pixels[images:], labels[images:]))
-
-
-def _patterns(images: int, classes: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return uint8 images (N, 3, size, size) and labels (N,), training images first."""
-    generator = torch.Generator().manual_seed(0)
-    # Patterns of 4x4 squares, symmetric so that flips keep the class. Noise takes the rest of the range.
-    half = torch.randint(0, 192, (classes, 3, 4, 2), dtype=torch.uint8, generator=generator)
-    positions = torch.arange(size)
-    patterns = half[:, :, positions * 4 // size][..., torch.minimum(positions, positions.flip(0)) * 4 // size]
-    labels = torch.arange(images + images // 4) % classes
-    noise = torch.randint(0, 65, (len(labels), 3, size, size), dtype=torch.uint8, generator=generator)
-    return noise.add_(patterns[labels]), labels

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from petra.engine.block import BlockRunner
 from petra.engine.options.loss_scale import LossScale
 from petra.engine.options.staging import reading
 from petra.engine.stage import Stage
@@ -83,13 +82,18 @@ class GradientQuality(Hook):
         if m % self.every == 0:
             case = self._cases.setdefault(m, _Case())
             case.inputs[stage] = tuple(t.clone() for t in x)
-            case.weights[stage] = [_copies(runner, m) for runner in self.pipeline.stages[stage].runners]
+            for runner in self.pipeline.stages[stage].runners:
+                used: Mapping[str, Tensor] = runner.versions.for_forward(m) or runner.parameters
+                copies = {name: used[name].detach().clone().requires_grad_() for name in runner.parameters}
+                case.weights.setdefault(stage, []).append(copies)
 
     def backward_begin(self, stage: int, m: int, y: Streams, dy: Streams) -> None:
         if m % self.every == 0:
             case = self._cases[m]
-            if not case.delayed:
-                self._add_references(m)
+            if not case.delayed:  # the last stage's backward comes first
+                stages = self.pipeline.stages.items()
+                case.end_to_end = self._backpropagated(m, {j: [None] * len(stage.runners) for j, stage in stages})
+                case.delayed = self._backpropagated(m, case.weights)
             case.stored[stage] = self._stored(m, stage, dy)
 
     def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
@@ -132,12 +136,6 @@ class GradientQuality(Hook):
         with _using(stage, weights):
             return _differentiated(y, dy, _leaves(stage, weights))
 
-    def _add_references(self, m: int) -> None:
-        """Compute the end-to-end and the delayed gradients of all stages, at the last stage's backward of microbatch ``m``."""
-        case, stages = self._cases[m], self.pipeline.stages
-        current: dict[int, list[WeightVersion | None]] = {j: [None] * len(stage.runners) for j, stage in stages.items()}
-        case.end_to_end, case.delayed = (self._backpropagated(m, weights) for weights in (current, case.weights))
-
     def _backpropagated(self, m: int, weights: Mapping[int, Sequence[WeightVersion | None]]) -> dict[int, Flat]:
         stages = self.pipeline.stages
         x = self._cases[m].inputs[0]
@@ -162,12 +160,6 @@ def angle(a: Tensor, b: Tensor) -> float:
     """Return the angle of two vectors (n,) in radians. Accurate for small ones, unlike the arc cosine (Kahan 2006, section 12)."""
     a, b = a / a.norm(), b / b.norm()
     return 2 * math.atan2(float((a - b).norm()), float((a + b).norm()))
-
-
-def _copies(runner: BlockRunner, m: int) -> WeightVersion:
-    """Copy the weights that the forward of microbatch ``m`` uses."""
-    weights: Mapping[str, Tensor] = runner.versions.for_forward(m) or runner.parameters
-    return {name: weights[name].detach().clone().requires_grad_() for name in runner.parameters}
 
 
 def _replayed(stage: Stage, m: int, x: Streams, weights: Sequence[WeightVersion | None]) -> Streams:

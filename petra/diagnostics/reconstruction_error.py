@@ -12,7 +12,6 @@ import logging
 import torch
 from torch import Tensor
 
-from petra.engine.stage import Stage
 from petra.errors import require
 from petra.hooks import Gradients, Hook
 from petra.method import Keep
@@ -37,7 +36,7 @@ class ReconstructionMonitor(Hook):
 
     Attributes:
         errors: For each stage (from 0) with such blocks, the error last measured.
-        blocks: Indices of the blocks whose inputs are compared: the first of each run.
+        blocks: Indices of the blocks whose inputs are compared: the first of each run, whose input is the last to be reconstructed.
 
     Raises:
         ConfigError: If ``limit`` is not above 0.
@@ -47,7 +46,11 @@ class ReconstructionMonitor(Hook):
         require(limit > 0, "limit", "a number > 0", limit)
         self.pipeline, self.limit = pipeline, limit
         self.errors: dict[int, float] = {}
-        self.blocks = {b for j, stage in pipeline.stages.items() for b in _first_blocks(stage, pipeline.plan.layout.stages[j])}
+        self.blocks: set[int] = set()
+        for j, stage in pipeline.stages.items():
+            stores = [runner.keep is not Keep.NOTHING for runner in stage.runners]
+            rows = zip(pipeline.plan.layout.stages[j], [True, *stores], stores, strict=False)
+            self.blocks |= {block for block, before, own in rows if before and not own}
         self._inputs: dict[tuple[int, int], Streams] = {}
         self._warned: set[int] = set()
 
@@ -75,12 +78,6 @@ class ReconstructionMonitor(Hook):
             f"stage {j + 1}, microbatch {m}: the relative error of the reconstructed input is {error:.2g}, above "
             f"{self.limit:g}; to reduce it, try {', or '.join(remedies)}"
         )
-
-
-def _first_blocks(stage: Stage, blocks: range) -> list[int]:
-    """Return the first block of each run of blocks that store nothing: its input is the run's last to be reconstructed."""
-    stores = [runner.keep is not Keep.NOTHING for runner in stage.runners]
-    return [b for b, before, own in zip(blocks, [True, *stores], stores, strict=False) if before and not own]
 
 
 def _norm(streams: Streams | list[Tensor]) -> Tensor:

@@ -69,9 +69,10 @@ class WeightDrift(Hook):
         return rows
 
     def _entries(self, j: int) -> list[Tensor]:
-        """Return a view of the sampled entries of each trained parameter of a stage."""
-        parameters = (p.detach() for p in self.pipeline.stages[j].gradients.parameters)
-        return [_strided(p) for p in parameters if p.numel()]
+        """Return a view of at most :data:`LARGEST_SAMPLE` entries of each trained parameter of a stage, at equal distances."""
+        parameters = [p.detach() for p in self.pipeline.stages[j].gradients.parameters if p.numel()]
+        sizes = [min(p.numel(), LARGEST_SAMPLE) for p in parameters]
+        return [p.as_strided((size,), (p.numel() // size,)) for p, size in zip(parameters, sizes, strict=True)]
 
 
 def distance(k: int, updates: int) -> int:
@@ -82,9 +83,3 @@ def distance(k: int, updates: int) -> int:
     """
     offset = next(r for r in range(max(1, round(GOLDEN * k)), 0, -1) if gcd(r, k) == 1)
     return k * updates + (offset if k > 1 else 0)
-
-
-def _strided(tensor: Tensor) -> Tensor:
-    """Return at most :data:`LARGEST_SAMPLE` entries of a tensor, at equal distances in memory."""
-    count, size = tensor.numel(), min(tensor.numel(), LARGEST_SAMPLE)
-    return tensor.as_strided((size,), (count // size,))

@@ -64,12 +64,18 @@ class ClassUniform:
 def class_presence(files: Files) -> NDArray[np.bool_]:
     """Return whether each image (row) has a pixel of each class (column). Reads all label files.
 
-    The result is stored in the folder ``petra`` of the user's cache and used again as long as the label files don't change.
+    The result is stored in the folder ``petra`` of the user's cache, and used again as long as names, sizes, times and the meaning
+    of the label files don't change.
 
     Raises:
         DataError: If a file can't be used.
     """
-    path = _cache_path(files)
+    digest = hashlib.sha256(repr((files.values, files.classes)).encode())
+    for pair in files.pairs:
+        status = pair.labels.stat()
+        digest.update(f"{pair.labels} {status.st_size} {status.st_mtime_ns}\n".encode())
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(cache) / "petra" / f"class_presence_{digest.hexdigest()[:32]}.npy"
     with suppress(OSError, ValueError, EOFError):  # not stored yet, or damaged
         found = np.load(path, allow_pickle=False)
         if found.dtype == np.bool_ and found.shape == (len(files.pairs), files.classes):
@@ -87,13 +93,3 @@ def class_presence(files: Files) -> NDArray[np.bool_]:
         np.save(draft, presence)
         draft.replace(path)
     return presence
-
-
-def _cache_path(files: Files) -> Path:
-    """Return the path of the stored result. It depends on names, sizes and times of the label files, and on their meaning."""
-    digest = hashlib.sha256(repr((files.values, files.classes)).encode())
-    for pair in files.pairs:
-        status = pair.labels.stat()
-        digest.update(f"{pair.labels} {status.st_size} {status.st_mtime_ns}\n".encode())
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "petra" / f"class_presence_{digest.hexdigest()[:32]}.npy"

@@ -139,10 +139,11 @@ def _body(
     require(name in BODIES, "model.body", alternatives(BODIES), name)
     if name.startswith("resnext"):
         groups, channels = 64 if cardinality is None else cardinality, 4 if base_width is None else base_width
-        return resnext_body(name, layers.DEPTHS[BODIES[name]][0], width, "imagenet", groups, channels, norm, activation)
+        return resnext_body(BODIES[name], width, "imagenet", groups, channels, norm, activation)
     for key, value in (("cardinality", cardinality), ("base_width", base_width)):
         require(value is None, f"model.{key}", f"null with model.body={name}", value)
     if name == "wide_resnet38":
         return wide_resnet38_body(width, norm, activation)
-    build = revnet_body if name.startswith("revnet") else resnet_body
-    return build(name, *layers.DEPTHS[BODIES[name]], width, "imagenet", norm, activation)
+    if name.startswith("revnet"):
+        return revnet_body(*layers.DEPTHS[BODIES[name]], width, "imagenet", norm, activation)
+    return resnet_body(BODIES[name], width, "imagenet", norm, activation)

@@ -42,24 +42,14 @@ class LabelValues:
     """Meaning of the values in a label file.
 
     Attributes:
-        classes: Class of each of the values 0 to 255: 0, 1, ...; -100 for values to ignore; -101 for values that may not occur.
-        expected: Describes the values that may occur.
+        known: Class 0, 1, ... of each value that has one.
+        ignored: Values to ignore, if they have no class.
+        expected: Describes both.
     """
 
-    classes: tuple[int, ...]
+    known: dict[int, int]
+    ignored: Sequence[int]
     expected: str
-
-    @staticmethod
-    def of(known: dict[int, int], ignored: Sequence[int], expected: str) -> LabelValues:
-        """Return the meaning of values.
-
-        Args:
-            known: Class of each value that has one.
-            ignored: Values to ignore.
-            expected: Describes both.
-        """
-        void = dict.fromkeys(ignored, IGNORED)
-        return LabelValues(tuple({**void, **known}.get(value, OUT_OF_RANGE) for value in range(256)), expected)
 
     def read(self, path: Path) -> Classes:
         """Return the class of each pixel, (H, W), -100 where it is ignored.
@@ -67,14 +57,15 @@ class LabelValues:
         Raises:
             DataError: If the file can't be decoded, has no palette and not one 8-bit channel, or has a value that may not occur.
         """
-        with reading(path, HELP, " as labels in a PNG file"), Image.open(path, formats=("PNG",)) as image:
-            mode, depth = image.mode, _bit_depth(path)
-            values = np.asarray(image)
+        with reading(path, HELP, " as labels in a PNG file"), Image.open(path, formats=("PNG",)) as image, path.open("rb") as file:
+            mode, values = image.mode, np.asarray(image)
+            depth = file.read(25)[24]  # bits per channel, after width and height in the header (PNG, 11.2.1)
         if mode not in ("L", "P") or values.dtype != np.uint8:
             raise invalid(str(path), "labels in one channel of 8 bits (PNG mode L or P)", f"mode {mode}", DataError)
         if mode == "L" and depth != 8:  # Pillow multiplies the values so that white is 255
             raise invalid(str(path), "labels in one channel of 8 bits, or in a palette", f"greyscale of {depth} bits", DataError)
-        classes: Classes = np.array(self.classes, np.int16)[values]
+        meaning = dict.fromkeys(self.ignored, IGNORED) | self.known
+        classes: Classes = np.array([meaning.get(value, OUT_OF_RANGE) for value in range(256)], np.int16)[values]
         wrong = values[classes == OUT_OF_RANGE]
         if len(wrong):
             got = ", ".join(map(str, np.unique(wrong)[:5]))
@@ -246,12 +237,6 @@ class TileSamples:
             counted[y0:y1, x0:x1] = labels[y0:y1, x0:x1]
             found.append(counted)
         return _as_targets(found)
-
-
-def _bit_depth(path: Path) -> int:
-    """Return the bits per channel of a PNG file: the byte after width and height in its header, the first chunk (PNG, 11.2.1)."""
-    with path.open("rb") as file:
-        return file.read(25)[24]
 
 
 def _as_images(windows: Sequence[Pixels]) -> Tensor:

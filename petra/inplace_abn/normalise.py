@@ -55,11 +55,6 @@ def away_from_zero(gamma: Tensor, eps: float) -> Tensor:
     return gamma.abs().clamp(min=eps).copysign(gamma)
 
 
-def affine(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return scale · x + shift in a new tensor, for scale and shift (C,) and x (B, C, ...)."""
-    return torch.addcmul(_per_channel(shift, x), x, _per_channel(scale, x)).to(x.dtype)
-
-
 def normalise(layer: NormBase, x: Tensor, out: Tensor, scale: Tensor, shift: Tensor, group: dist.ProcessGroup | None) -> Statistics:
     """Compute scale · x̂ + shift.
 
@@ -113,7 +108,7 @@ def normalise_backward(
     dx, dgamma, dbeta = aten.native_batch_norm_backward(dy, y, *moments, True, 0.0, [fused, True, True])
     if needs_dx and not fused:
         slope, offset = input_gradient_coefficients(dgamma, dbeta, scale, shift, rate, statistics, y.numel() // len(rate))
-        dx = affine(y, slope, offset).addcmul_(dy, _per_channel(rate, dy))
+        dx = torch.addcmul(_per_channel(offset, y), y, _per_channel(slope, y)).to(y.dtype).addcmul_(dy, _per_channel(rate, dy))
     return dx if needs_dx else None, dgamma, dbeta
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from petra.errors import Count, Positive, require
 from petra.model import Model
 from petra.models import layers
-from petra.models.resnet import residual_body
+from petra.models.resnet import ResidualBlock
 
 
 def resnext101(
@@ -32,8 +32,7 @@ def resnext101(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    body = resnext_body("resnext101", layers.DEPTHS[101][0], width, stem, cardinality, base_width, norm, activation)
-    return layers.network(body, classes)
+    return layers.network("resnext101", resnext_body(101, width, stem, cardinality, base_width, norm, activation), classes)
 
 
 def resnext152(
@@ -46,35 +45,19 @@ def resnext152(
     activation: str | None = None,
 ) -> Model:
     """Build a ResNeXt-152: 52 blocks. Arguments as for :func:`resnext101`."""
-    body = resnext_body("resnext152", layers.DEPTHS[152][0], width, stem, cardinality, base_width, norm, activation)
-    return layers.network(body, classes)
+    return layers.network("resnext152", resnext_body(152, width, stem, cardinality, base_width, norm, activation), classes)
 
 
 def resnext_body(
-    name: str,
-    repeats: Sequence[int],
-    width: float,
-    stem: str,
-    cardinality: int,
-    base_width: int,
-    norm: str,
-    activation: str | None,
+    depth: int, width: float, stem: str, cardinality: int, base_width: int, norm: str, activation: str | None
 ) -> layers.Body:
-    """Build a ResNeXt without its head.
-
-    Args:
-        name: Name of the model.
-        repeats: Number of residual blocks in each of the four groups.
-        width, stem, cardinality, base_width, norm, activation: As for :func:`resnext101`.
-
-    Raises:
-        ConfigError: If an argument is out of range.
-    """
+    """Build a ResNeXt of 101 or 152 layers without its head. Other arguments and errors as for :func:`resnext101`."""
     require(cardinality >= 1, "model.cardinality", "an integer >= 1", cardinality)
     require(base_width >= 1, "model.base_width", "an integer >= 1", base_width)
-    *channels, group = layers.scaled((64, 128, 256, 512, base_width), width)
+    *channels, group = layers.scaled((*layers.CHANNELS, base_width), width)
     rows = [
         row._replace(hidden=cardinality * group * row.hidden // channels[0], groups=cardinality)
-        for row in layers.residuals(repeats, channels, expansion=4)
+        for row in layers.residuals(layers.DEPTHS[depth][0], channels, expansion=4)
     ]
-    return residual_body(name, rows, stem, layers.Style.chosen(norm, activation))
+    style = layers.Style.chosen(norm, activation)
+    return layers.residual_body(rows, stem, partial(ResidualBlock, style), style=style)

@@ -99,7 +99,7 @@ def segmentation(
         return known
 
     known = {value: value for value in range(classes)}
-    values = LabelValues.of(known, [void], f"from 0 to {classes - 1}, or {void} for pixels to ignore")
+    values = LabelValues(known, [void], f"from 0 to {classes - 1}, or {void} for pixels to ignore")
     return _dataset("segmentation", pairs, ("train", split), values, classes, (size, height or size), sampling, HELP)
 
 
@@ -125,7 +125,7 @@ def cityscapes(
         return [Pair(i, labels / i.parent.name / i.name.replace(end, "_gtFine_labelIds.png")) for i in found]
 
     known = {value: number for number, value in enumerate(CITYSCAPES_CLASSES.values())}
-    values = LabelValues.of(known, range(34), "from 0 to 33 (labelIds)")
+    values = LabelValues(known, range(34), "from 0 to 33 (labelIds)")
     splits, size_ = ("train", split), (size, height or size)
     return _dataset("cityscapes", pairs, splits, values, len(CITYSCAPES_CLASSES), size_, sampling, CITYSCAPES_HELP)
 
@@ -163,7 +163,7 @@ def vistas(root: str | Path | None = None, size: int = 776, height: Count | None
         return [Pair(image, labels / f"{image.stem}.png") for image in _files(folder / split / "images", EXTENSIONS, VISTAS_HELP)]
 
     known = {value: value for value in range(VISTAS_CLASSES)}
-    values = LabelValues.of(known, [VISTAS_CLASSES], f"from 0 to {VISTAS_CLASSES}")
+    values = LabelValues(known, [VISTAS_CLASSES], f"from 0 to {VISTAS_CLASSES}")
     splits, size_ = ("training", "validation"), (size, height or size)
     return _dataset("vistas", pairs, splits, values, VISTAS_CLASSES, size_, sampling, VISTAS_HELP)
 
@@ -186,7 +186,7 @@ def cocostuff(root: str | Path | None = None, size: int = 480, height: Count | N
         return [Pair(folder / "images" / split / f"{labels.stem}.jpg", labels) for labels in found]
 
     known = {COCO_THINGS + number: number for number in range(COCO_STUFF)}
-    values = LabelValues.of(known, [*range(COCO_THINGS), 255], f"from 0 to {COCO_THINGS + COCO_STUFF - 1}, or 255")
+    values = LabelValues(known, [*range(COCO_THINGS), 255], f"from 0 to {COCO_THINGS + COCO_STUFF - 1}, or 255")
     splits, size_ = ("train2017", "val2017"), (size, height or size)
     return _dataset("cocostuff", pairs, splits, values, COCO_STUFF, size_, sampling, COCOSTUFF_HELP)
 

@@ -81,7 +81,7 @@ def wide_resnet38(classes: int = 10, width: Positive = 1.0, norm: str = "batchno
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return layers.network(wide_resnet38_body(width, norm, activation), classes)
+    return layers.network("wide_resnet38", wide_resnet38_body(width, norm, activation), classes)
 
 
 def wide_resnet38_body(width: float, norm: str, activation: str | None) -> layers.Body:
@@ -96,4 +96,4 @@ def wide_resnet38_body(width: float, norm: str, activation: str | None) -> layer
             rows.append(BlockSizes(f"layer{layer + 1}_{i}", (in_channels, *inner), stride=2 if i == 0 and layer < 5 else 1))
             in_channels = inner[-1]
     start, residual = partial(layers.conv, 3, stem, 3), partial(WideBlock, style)
-    return layers.Body("wide_resnet38", start, rows, residual, streams=1, style=style, preactivation=True)
+    return layers.Body(start, rows, residual, streams=1, style=style, preactivation=True)

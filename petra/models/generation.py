@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
@@ -85,36 +84,28 @@ def generate(model: nn.Module, prompt: Sequence[int], sampling: Sampling, seed: 
         raise invalid("run", "a run of a language model", "a network without tokens")
     text, device, known = list(prompt), next(model.parameters()).device, range(stem.tokens.num_embeddings)
     require(all(token in known for token in text), "prompt", f"tokens less than {len(known)}", text)
-    generator, cached = torch.Generator().manual_seed(seed), any(isinstance(m, Attention) for m in model.modules())
+    generator, layers = torch.Generator().manual_seed(seed), [m for m in model.modules() if isinstance(m, Attention)]
     while True:
         new = text[-(stem.size if len(text) == len(prompt) else (stem.size + 1) // 2) :]
-        with _caches(model, stem):
+        for layer in layers:
+            layer.cache = KeyValueCache()
+        try:
+            stem.first = 0
             while stem.first + len(new) <= stem.size:
                 logits = model(torch.tensor([new], device=device))[-1]
-                stem.first += len(new) if cached else 0
+                stem.first += len(new) if layers else 0
                 token = sampling.draw(logits.float().cpu(), generator)
                 if token == stop:
                     return
                 yield token
                 text.append(token)
-                new = [token] if cached else [*new, token]
+                new = [token] if layers else [*new, token]
+        finally:
+            stem.first = 0
+            for layer in layers:
+                layer.cache = None
 
 
 def find_stem(model: nn.Module) -> Any:
     """Return the first block of a language model, which is like a ``TokenStem``; None for another model."""
     return next((m for m in model.modules() if hasattr(m, "size") and hasattr(m, "first")), None)
-
-
-@contextmanager
-def _caches(model: nn.Module, stem: Any) -> Iterator[None]:
-    """Give every attention layer an empty cache for the duration of the context."""
-    layers = [m for m in model.modules() if isinstance(m, Attention)]
-    stem.first = 0
-    for layer in layers:
-        layer.cache = KeyValueCache()
-    try:
-        yield
-    finally:
-        stem.first = 0
-        for layer in layers:
-            layer.cache = None

@@ -51,16 +51,7 @@ class TokenStem(nn.Module):
     """
 
     def __init__(
-        self,
-        classes: int,
-        size: int,
-        dim: int,
-        dropout: float,
-        *,
-        learned: bool = True,
-        copies: int = 2,
-        delimiter: Annotated[int | None, ">= 0"] = None,
-        std: float = DEVIATION,
+        self, classes: int, size: int, dim: int, dropout: float, *, learned: bool, copies: int, delimiter: int | None, std: float
     ) -> None:
         super().__init__()
         self.size, self.copies, self.delimiter = size, copies, delimiter
@@ -208,9 +199,8 @@ def _stem(
     within = delimiter is None or 0 <= delimiter < classes
     require(within, "model.delimiter", f"null or a token from 0 to {classes - 1}", delimiter)
     require(0 < std < math.inf, "model.embedding_std", "a number > 0", std)
-    learned, dropout = positions == "learned", options.dropout
-    kind = partial(TokenStem, learned=learned, copies=copies, delimiter=delimiter, std=std)
-    return partial(kind, classes, size, options.dim, dropout)
+    kind = partial(TokenStem, learned=positions == "learned", copies=copies, delimiter=delimiter, std=std)
+    return partial(kind, classes, size, options.dim, options.dropout)
 
 
 def _coupled(options: LayerOptions) -> TwoFunctionCoupling:

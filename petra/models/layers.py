@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import gcd
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from petra.model import BlockSpec, Model
 STEMS = ("auto", "cifar", "imagenet")
 DEPTHS = {18: ((2, 2, 2, 2), 1), 34: ((3, 4, 6, 3), 1), 50: ((3, 4, 6, 3), 4), 101: ((3, 4, 23, 3), 4), 152: ((3, 8, 36, 3), 4)}
 """Blocks of each of the four groups, and expansion of a block, by depth (He et al. 2015, Table 1)."""
+CHANNELS = (64, 128, 256, 512)
+"""Channels of the 3x3 convolutions in each of the four groups at width 1."""
 PARTITIONS = ("channels", "rows", "columns", "checkerboard")
 """How the units of a layer are divided into two streams (Gomez et al. 2017, section 3.1, footnote 2; Dinh et al. 2017)."""
 LEAK = 0.01
@@ -129,20 +131,6 @@ def conv_norm(
     """Return convolution, normalisation, and the activation if ``activate`` is set."""
     norm = norm_act(out_channels, style, activate=activate)
     return nn.Sequential(conv(in_channels, out_channels, kernel, stride, groups, dilation), *norm)
-
-
-def preactivated(convolutions: Iterable[tuple[int, int, int, int]], *, activated: bool) -> nn.Sequential:
-    """Return a branch of normalisation, ReLU and convolution, repeated.
-
-    Args:
-        convolutions: Input channels, output channels, kernel size and stride of each convolution.
-        activated: Whether the first convolution reads the input as it is.
-    """
-    modules: list[nn.Module] = []
-    for in_channels, channels, kernel, stride in convolutions:
-        modules += [] if activated and not modules else norm_act(in_channels)
-        modules.append(conv(in_channels, channels, kernel, stride))
-    return nn.Sequential(*modules)
 
 
 def stem(kind: str, channels: int, style: Style = STANDARD) -> nn.Sequential:
@@ -298,7 +286,6 @@ class Body(NamedTuple):
     """A residual network without its head: a stem and one block per row.
 
     Attributes:
-        name: Name of the network.
         stem: Builder of the stem.
         rows: Sizes of the residual blocks, with a name and the output's channels (of each stream).
         residual: Builder of a residual block from its row.
@@ -307,7 +294,6 @@ class Body(NamedTuple):
         preactivation: Whether the head must start with normalisation and activation.
     """
 
-    name: str
     stem: Callable[[], nn.Module]
     rows: Sequence[Any]
     residual: Callable[[Any], nn.Module]
@@ -325,7 +311,34 @@ class Body(NamedTuple):
         return BlockSpec("stem", self.stem), *(BlockSpec(row.name, partial(self.residual, row)) for row in self.rows)
 
 
-def network(body: Body, classes: int) -> Model:
+def residual_body(
+    rows: Sequence[Residual],
+    kind: str,
+    residual: Callable[[Residual], nn.Module],
+    *,
+    style: Style = STANDARD,
+    partition: str | None = None,
+    preactivation: bool = False,
+) -> Body:
+    """Return the body of a network, after a check of its stem.
+
+    Args:
+        rows, residual, style, preactivation: As for :class:`Body`.
+        kind: Kind of the stem.
+        partition: How the units are divided into two streams; None for one stream.
+
+    Raises:
+        ConfigError: If the kind or the partition is unknown.
+    """
+    require(kind in STEMS, "model.stem", alternatives(STEMS), kind)
+    start: Callable[[], nn.Module] = partial(stem, kind, rows[0].in_channels, style)
+    if partition is not None:
+        require(partition in PARTITIONS, "model.partition", alternatives(PARTITIONS), partition)
+        start = partial(PairStem, kind, rows[0].in_channels, style, partition)
+    return Body(start, rows, residual, 1 if partition is None else 2, style, preactivation)
+
+
+def network(name: str, body: Body, classes: int) -> Model:
     """Return a classification network: a body, and a head that reads all streams.
 
     Raises:
@@ -333,7 +346,7 @@ def network(body: Body, classes: int) -> Model:
     """
     require(classes >= 1, "model.classes", "an integer >= 1", classes)
     head: Callable[[int, int], nn.Module] = partial(ActivatedHead, style=body.style) if body.preactivation else ClassifierHead
-    return Model(body.name, (*body.blocks(), BlockSpec("head", partial(head, body.features, classes))))
+    return Model(name, (*body.blocks(), BlockSpec("head", partial(head, body.features, classes))))
 
 
 def scaled(channels: Sequence[int], width: float) -> list[int]:

@@ -6,12 +6,12 @@ first block starts with a convolution, since the stem ends with normalisation an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
-from petra.errors import Positive, alternatives, require
+from petra.errors import Positive
 from petra.model import Model
 from petra.models import layers
 from petra.reversible import TwoFunctionCoupling
@@ -146,14 +146,8 @@ def _network(
 ) -> Model:
     """Build a ResNet, or a RevNet whose streams are divided by ``partition``. Other arguments as for the bodies of ResNets."""
     rows = layers.residuals(repeats, layers.scaled(hidden, width), expansion)
-    require(stem in layers.STEMS, "model.stem", alternatives(layers.STEMS), stem)
-    start: Callable[[], nn.Module] = partial(layers.stem, stem, rows[0].in_channels)
-    if partition is not None:
-        require(partition in layers.PARTITIONS, "model.partition", alternatives(layers.PARTITIONS), partition)
-        start = partial(layers.PairStem, stem, rows[0].in_channels, partition=partition)
     block = partial(_block, rows[0], reversible=partition is not None)
-    body = layers.Body(name, start, rows, block, streams=1 if partition is None else 2, preactivation=True)
-    return layers.network(body, classes)
+    return layers.network(name, layers.residual_body(rows, stem, block, partition=partition, preactivation=True), classes)
 
 
 def _block(first: layers.Residual, row: layers.Residual, *, reversible: bool) -> nn.Module:
@@ -166,9 +160,12 @@ def _block(first: layers.Residual, row: layers.Residual, *, reversible: bool) ->
 
 def _branch(row: layers.Residual, *, activated: bool = False) -> nn.Sequential:
     """Build a branch. The first convolution has the stride, also in bottlenecks, as in the authors' code."""
-    strides = (row.stride, 1, 1)
-    sizes = [(a, b, kernel, stride) for (a, b, kernel, *_), stride in zip(row.convolutions(), strides, strict=False)]
-    return layers.preactivated(sizes, activated=activated)
+    modules: list[nn.Module] = []
+    for i, (in_channels, channels, kernel, *_) in enumerate(row.convolutions()):
+        if i or not activated:
+            modules += layers.norm_act(in_channels)
+        modules.append(layers.conv(in_channels, channels, kernel, 1 if i else row.stride))
+    return nn.Sequential(*modules)
 
 
 def _shortcut(row: layers.Residual) -> nn.Module:

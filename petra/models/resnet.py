@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
 
-from petra.errors import Positive, alternatives, require
+from petra.errors import Positive
 from petra.model import Model
 from petra.models import layers
 
@@ -58,50 +57,33 @@ def resnet18(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return layers.network(resnet_body("resnet18", *layers.DEPTHS[18], width, stem, norm, activation), classes)
+    return layers.network("resnet18", resnet_body(18, width, stem, norm, activation), classes)
 
 
 def resnet34(
     classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-34: 18 blocks. Arguments as for :func:`resnet18`."""
-    return layers.network(resnet_body("resnet34", *layers.DEPTHS[34], width, stem, norm, activation), classes)
+    return layers.network("resnet34", resnet_body(34, width, stem, norm, activation), classes)
 
 
 def resnet50(
     classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-50: 18 blocks with bottlenecks, whose 3x3 convolution has the stride. Arguments as for :func:`resnet18`."""
-    return layers.network(resnet_body("resnet50", *layers.DEPTHS[50], width, stem, norm, activation), classes)
+    return layers.network("resnet50", resnet_body(50, width, stem, norm, activation), classes)
 
 
 def resnet101(
     classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a ResNet-101: 35 blocks with bottlenecks, as in :func:`resnet50`. Arguments as for :func:`resnet18`."""
-    return layers.network(resnet_body("resnet101", *layers.DEPTHS[101], width, stem, norm, activation), classes)
+    return layers.network("resnet101", resnet_body(101, width, stem, norm, activation), classes)
 
 
-def resnet_body(
-    name: str, repeats: Sequence[int], expansion: int, width: float, stem: str, norm: str, activation: str | None
-) -> layers.Body:
-    """Build a ResNet without its head.
-
-    Args:
-        name: Name of the model.
-        repeats: Number of residual blocks in each of the four groups.
-        expansion: 1 for basic blocks, 4 for bottlenecks.
-        width, stem, norm, activation: As for :func:`resnet18`.
-
-    Raises:
-        ConfigError: If an argument is out of range.
-    """
-    rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
-    return residual_body(name, rows, stem, layers.Style.chosen(norm, activation))
-
-
-def residual_body(name: str, rows: Sequence[layers.Residual], stem: str, style: layers.Style) -> layers.Body:
-    """Build a network of one :class:`ResidualBlock` per row, without its head."""
-    require(stem in layers.STEMS, "model.stem", alternatives(layers.STEMS), stem)
-    start = partial(layers.stem, stem, rows[0].in_channels, style)
-    return layers.Body(name, start, rows, partial(ResidualBlock, style), streams=1, style=style)
+def resnet_body(depth: int, width: float, stem: str, norm: str, activation: str | None) -> layers.Body:
+    """Build a ResNet of 18, 34, 50 or 101 layers without its head. Other arguments and errors as for :func:`resnet18`."""
+    repeats, expansion = layers.DEPTHS[depth]
+    style = layers.Style.chosen(norm, activation)
+    rows = layers.residuals(repeats, layers.scaled(layers.CHANNELS, width), expansion)
+    return layers.residual_body(rows, stem, partial(ResidualBlock, style), style=style)

@@ -70,14 +70,14 @@ def revnet18(
 
     Input: images (B, 3, H, W). Output: logits (B, ``classes``). Arguments and errors as for :func:`petra.models.resnet18`.
     """
-    return layers.network(revnet_body("revnet18", *layers.DEPTHS[18], width, stem, norm, activation), classes)
+    return layers.network("revnet18", revnet_body(*layers.DEPTHS[18], width, stem, norm, activation), classes)
 
 
 def revnet34(
     classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-34: 18 blocks, of which 13 are reversible. Arguments as for :func:`revnet18`."""
-    return layers.network(revnet_body("revnet34", *layers.DEPTHS[34], width, stem, norm, activation), classes)
+    return layers.network("revnet34", revnet_body(*layers.DEPTHS[34], width, stem, norm, activation), classes)
 
 
 def revnet50(
@@ -100,19 +100,17 @@ def revnet50(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    body = revnet_body("revnet50", *layers.DEPTHS[50], width, stem, norm, activation, downsampling)
-    return layers.network(body, classes)
+    return layers.network("revnet50", revnet_body(*layers.DEPTHS[50], width, stem, norm, activation, downsampling), classes)
 
 
 def revnet101(
     classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-101: 35 blocks with bottlenecks, of which 29 are reversible. Arguments as for :func:`revnet18`."""
-    return layers.network(revnet_body("revnet101", *layers.DEPTHS[101], width, stem, norm, activation), classes)
+    return layers.network("revnet101", revnet_body(*layers.DEPTHS[101], width, stem, norm, activation), classes)
 
 
 def revnet_body(
-    name: str,
     repeats: Sequence[int],
     expansion: int,
     width: Positive = 1.0,
@@ -124,7 +122,6 @@ def revnet_body(
     """Build a RevNet of any depth without its head: the stem, and ``sum(repeats)`` residual blocks in four groups.
 
     Args:
-        name: Name of the model.
         repeats: Number of residual blocks in each group.
         expansion: 1 for basic blocks, 4 for bottlenecks.
         width, stem, norm, activation: As for :func:`revnet18`.
@@ -135,10 +132,8 @@ def revnet_body(
     """
     require(downsampling in DOWNSAMPLINGS, "model.downsampling", alternatives(DOWNSAMPLINGS), downsampling)
     style = layers.Style.chosen(norm, activation)
-    rows = layers.residuals(repeats, layers.scaled((64, 128, 256, 512), width), expansion)
-    require(stem in layers.STEMS, "model.stem", alternatives(layers.STEMS), stem)
-    start = partial(layers.PairStem, stem, rows[0].in_channels, style)
-    return layers.Body(name, start, rows, partial(_residual, style, downsampling), streams=2, style=style)
+    rows = layers.residuals(repeats, layers.scaled(layers.CHANNELS, width), expansion)
+    return layers.residual_body(rows, stem, partial(_residual, style, downsampling), style=style, partition="channels")
 
 
 def _residual(style: layers.Style, downsampling: str, row: layers.Residual) -> nn.Module:

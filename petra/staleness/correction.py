@@ -18,19 +18,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petra.engine.options.remedy import Remedy
 from petra.engine.stage import Stage
 from petra.engine.update import LearningRate, Part
 from petra.engine.update_rules import UpdateRules
-from petra.errors import Share, check_types, require
+from petra.errors import Share, require
 from petra.method import Method, Weights
 from petra.plan import Plan
-from petra.staleness.step import AroundStep
+from petra.staleness.step import AroundStep, Checked
 from petra.torch_private import foreach_add, foreach_lerp_
 
 
 @dataclass(frozen=True)
-class Correction(Remedy):
+class Correction(Checked):
     """Discrepancy correction (see :mod:`petra.staleness.correction`).
 
     Attributes:
@@ -41,9 +40,6 @@ class Correction(Remedy):
     """
 
     correction: Share = 0.135
-
-    def __post_init__(self) -> None:
-        check_types(self, "remedy.")
 
     def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
         free = method.weights is Weights.CURRENT and not method.writes_through_graphs

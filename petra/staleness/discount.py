@@ -15,15 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from petra.engine.options.remedy import Remedy
 from petra.engine.update import LearningRate
 from petra.engine.update_rules import UpdateRules
-from petra.errors import Count, check_types, require
+from petra.errors import Count, require
 from petra.method import Method
+from petra.staleness.step import Checked
 
 
 @dataclass(frozen=True)
-class Discount(Remedy):
+class Discount(Checked):
     """Learning-rate discount (see :mod:`petra.staleness.discount`).
 
     Attributes:
@@ -34,9 +34,6 @@ class Discount(Remedy):
     """
 
     discount: Count
-
-    def __post_init__(self) -> None:
-        check_types(self, "remedy.")
 
     def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
         require(rate is not None, "learning_rate", "a function with remedy.discount", None)

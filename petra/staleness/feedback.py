@@ -18,17 +18,15 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from petra.engine.options.remedy import Remedy
 from petra.engine.stage import Stage
 from petra.engine.update import Part
-from petra.errors import check_types
 from petra.plan import Plan
-from petra.staleness.step import AroundStep
+from petra.staleness.step import AroundStep, Checked
 from petra.torch_private import foreach_sub
 
 
 @dataclass(frozen=True)
-class Feedback(Remedy):
+class Feedback(Checked):
     """Error feedback (see :mod:`petra.staleness.feedback`).
 
     Attributes:
@@ -39,9 +37,6 @@ class Feedback(Remedy):
     """
 
     feedback: Annotated[float, ">= 0"] = 1.0
-
-    def __post_init__(self) -> None:
-        check_types(self, "remedy.")
 
     def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
         staleness = plan.stages[j].staleness

@@ -18,19 +18,18 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from petra.engine.options.remedy import Remedy
 from petra.engine.stage import Stage
 from petra.engine.update import LearningRate, Part
 from petra.engine.update_rules import UpdateRules
-from petra.errors import check_types, require
+from petra.errors import require
 from petra.method import Method, Weights
 from petra.plan import Plan
-from petra.staleness.step import AroundStep, require_momentum
+from petra.staleness.step import AroundStep, Checked, require_momentum
 from petra.torch_private import foreach_add
 
 
 @dataclass(frozen=True)
-class WeightPrediction(Remedy):
+class WeightPrediction(Checked):
     """Weight prediction (see :mod:`petra.staleness.prediction`).
 
     Attributes:
@@ -43,9 +42,6 @@ class WeightPrediction(Remedy):
 
     prediction: Literal["velocity", "difference"]
     horizon: Annotated[float, "> 0 and <= 100"] = 1.0
-
-    def __post_init__(self) -> None:
-        check_types(self, "remedy.")
 
     def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
         fits = method.weights is not Weights.DOUBLE and not method.writes_through_graphs

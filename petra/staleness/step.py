@@ -1,16 +1,26 @@
-"""What remedies at the optimizer's steps share: a part of the update around each step, and checks of optimizers."""
+"""What remedies share: a part of the update around each step of the optimizer, and checks of settings and optimizers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from petra.engine.options.remedy import Remedy
 from petra.engine.update import Part
-from petra.errors import invalid
+from petra.errors import check_types, invalid
 from petra.torch_private import foreach_sub
+
+
+@dataclass(frozen=True)
+class Checked(Remedy):
+    """Remedy that checks the types of its settings."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "remedy.")
 
 
 class AroundStep(Part):

@@ -71,9 +71,9 @@ class BasisRotation(torch.optim.Optimizer):
         if t % group["frequency"] == 0 or t == 1:
             _rotate_basis(state)
         state["exp_avg"].lerp_(g, 1 - beta1)
-        state["exp_avg_sq"].lerp_(_into(g, state).square(), 1 - beta2)
+        state["exp_avg_sq"].lerp_(_rotated(g, state).square(), 1 - beta2)
         scale = (state["exp_avg_sq"] / (1 - beta2**t)).sqrt_().add_(group["eps"])
-        update = _back(_into(state["exp_avg"], state) / scale, state)
+        update = _rotated(_rotated(state["exp_avg"], state) / scale, state, back=True)
         p.mul_(1 - lr * group["weight_decay"]).sub_(update, alpha=lr / (1 - beta1**t))
 
 
@@ -92,15 +92,9 @@ def _rotate_basis(state: dict[str, Any]) -> None:
         state[f"basis_{side}"] = torch.linalg.qr(image[:, order])[0].contiguous()
 
 
-def _into(matrix: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return Uᵀ·matrix·V."""
-    if "basis_left" in state:
-        matrix = state["basis_left"].mT @ matrix
-    return matrix @ state["basis_right"] if "basis_right" in state else matrix
-
-
-def _back(matrix: Tensor, state: dict[str, Any]) -> Tensor:
-    """Return U·matrix·Vᵀ."""
-    if "basis_left" in state:
-        matrix = state["basis_left"] @ matrix
-    return matrix @ state["basis_right"].mT if "basis_right" in state else matrix
+def _rotated(matrix: Tensor, state: dict[str, Any], *, back: bool = False) -> Tensor:
+    """Return Uᵀ·matrix·V, or U·matrix·Vᵀ to rotate back."""
+    left, right = (state.get(f"basis_{side}") for side in SIDES)
+    if left is not None:
+        matrix = (left if back else left.mT) @ matrix
+    return matrix if right is None else matrix @ (right.mT if back else right)

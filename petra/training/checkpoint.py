@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from math import isfinite
 from pathlib import Path
@@ -122,7 +122,10 @@ class Checkpoints:
         draft = self.folder / f"{name}{PART}"
         with raise_on_all_ranks(self._group), self._named_errors(name):
             if self._rank == 0:
-                self._make_draft(draft)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for leftover in self.folder.glob(f"*{PART}"):  # of interrupted saves
+                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                draft.mkdir()
         with raise_on_all_ranks(self._group), self._named_errors(name):
             if state:  # of other replicas than the first, only divided optimizer state
                 with replaced(draft / f"{self._rank}{TENSORS}") as file:
@@ -135,21 +138,10 @@ class Checkpoints:
                 self._remove(self.folder / name)  # exists if the run resumed from an earlier checkpoint
                 draft.rename(self.folder / name)
                 _sync_folder(self.folder)
-                self._remove_old()
-
-    def _make_draft(self, draft: Path) -> None:
-        """Create the folder of a new checkpoint, and remove what interrupted saves have left."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for leftover in self.folder.glob(f"*{PART}"):
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        draft.mkdir()
-
-    def _remove_old(self) -> None:
-        old = checkpoints(self.folder)[self.keep :]
-        best = best_of(self.folder)
-        for path in old:
-            if path != best:
-                self._remove(path)
+                best = best_of(self.folder)
+                for old in checkpoints(self.folder)[self.keep :]:
+                    if old != best:
+                        self._remove(old)
 
     def _remove(self, path: Path) -> None:
         """Rename a checkpoint before deleting it, so that a partly deleted folder never looks like a checkpoint."""
@@ -203,12 +195,9 @@ def best_of(folder: Path) -> Path | None:
     """Return the checkpoint with the highest score, the oldest in case of a tie, or None if none has a score."""
     scored: list[tuple[float, Path]] = []
     for path in checkpoints(folder):
-        try:
-            score = facts_of(path)["score"]
-        except DataError:
-            continue
-        if score is not None:
-            scored.append((score, path))
+        with suppress(DataError):
+            if (score := facts_of(path)["score"]) is not None:
+                scored.append((score, path))
     return max(reversed(scored), key=lambda entry: entry[0], default=(0.0, None))[1]
 
 

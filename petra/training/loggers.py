@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
@@ -15,12 +14,6 @@ from typing import Any
 from petra.errors import ConfigError
 from petra.training.records import finite, write_text_atomically, writing
 from petra.training.watchers import NO_SUMMARY, Logger
-
-
-def require_installed(package: str) -> None:
-    """Raise ConfigError unless the package of a logger is installed."""
-    if find_spec(package) is None:
-        raise ConfigError(f"logger: {package} is not installed; run pip install -e '.[{package}]' or set logger=jsonl")
 
 
 class JsonLines(Logger):
@@ -61,7 +54,11 @@ class WandbLogger(Logger):
         DataError: If a file cannot be written.
     """
 
-    require = staticmethod(partial(require_installed, "wandb"))
+    @staticmethod
+    def require() -> None:
+        """Raise ConfigError unless the package is installed."""
+        if find_spec("wandb") is None:
+            raise ConfigError("logger: wandb is not installed; run pip install -e '.[wandb]' or set logger=jsonl")
 
     def __init__(self, folder: Path, config: Mapping[str, Any], rows: Iterable[Mapping[str, float]] = ()) -> None:
         self.require()

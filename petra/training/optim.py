@@ -52,18 +52,14 @@ def adam(
         eps: Added to the square root of the second average.
         weight_decay: As for SGD.
     """
-    return _without_rate(
-        torch.optim.Adam(_groups(module.parameters(), weight_decay), lr=0.0, betas=(betas[0], betas[1]), eps=eps, fused=True)
-    )
+    return _without_rate(torch.optim.Adam(_groups(module.parameters(), weight_decay), lr=0.0, betas=betas, eps=eps, fused=True))
 
 
 def adamw(
     module: nn.Module, *, betas: Betas = (0.9, 0.999), eps: Positive = 1e-8, weight_decay: NotNegative = 0.01
 ) -> torch.optim.AdamW:
     """Return Adam with decoupled weight decay (Loshchilov, Hutter 2019)."""
-    return _without_rate(
-        torch.optim.AdamW(_groups(module.parameters(), weight_decay), lr=0.0, betas=(betas[0], betas[1]), eps=eps, fused=True)
-    )
+    return _without_rate(torch.optim.AdamW(_groups(module.parameters(), weight_decay), lr=0.0, betas=betas, eps=eps, fused=True))
 
 
 def nadam(
@@ -75,9 +71,7 @@ def nadam(
     Their experiments use ``method=pipedream k=1``, or, without stashed weights, ``method=petra``.
     """
     groups = _groups(module.parameters(), weight_decay)
-    return _without_rate(
-        torch.optim.NAdam(groups, lr=0.0, betas=(betas[0], betas[1]), eps=eps, decoupled_weight_decay=True, foreach=True)
-    )
+    return _without_rate(torch.optim.NAdam(groups, lr=0.0, betas=betas, eps=eps, decoupled_weight_decay=True, foreach=True))
 
 
 def basis_rotation(
@@ -92,9 +86,7 @@ def basis_rotation(
     """
     matrices, rest = _matrices(module)
     groups = [{"params": matrices, "weight_decay": weight_decay, "rotated": True}] if matrices else []
-    return _without_rate(
-        BasisRotation([*groups, *_groups(rest, weight_decay)], betas=(betas[0], betas[1]), eps=eps, frequency=frequency)
-    )
+    return _without_rate(BasisRotation([*groups, *_groups(rest, weight_decay)], betas=betas, eps=eps, frequency=frequency))
 
 
 class Muon(torch.optim.Optimizer):
@@ -127,7 +119,7 @@ class Muon(torch.optim.Optimizer):
             self._parts.append((muon, 1))
             groups += muon.param_groups
         if rest:
-            other = torch.optim.AdamW(_groups(rest, weight_decay), lr=0.0, betas=(betas[0], betas[1]), eps=eps, fused=True)
+            other = torch.optim.AdamW(_groups(rest, weight_decay), lr=0.0, betas=betas, eps=eps, fused=True)
             self._parts.append((other, len(other.param_groups)))
             groups += other.param_groups
         super().__init__(groups, {})

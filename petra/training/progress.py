@@ -54,15 +54,12 @@ class Lines(Watcher):
             self._next = now + self.seconds
             targets, means = self._means.values()
             speed, rate = targets / (now - self._started), self._learning_rate(self._start + self.done)
-            self.show(f"{means_text(means)}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}")
-
-    def show(self, means: str) -> None:
-        """Show the means over the current epoch so far."""
-        if self._bar is not None:
-            self._bar.n = self.done
-            self._bar.set_postfix_str(means)
-        else:
-            print(f"epoch {self.epoch}/{self.epochs}, {self.done}/{self.microbatches}: {means}", flush=True)
+            text = f"{means_text(means)}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}"
+            if self._bar is not None:
+                self._bar.n = self.done
+                self._bar.set_postfix_str(text)
+            else:
+                print(f"epoch {self.epoch}/{self.epochs}, {self.done}/{self.microbatches}: {text}", flush=True)
 
     def epoch_end(self, row: Mapping[str, float]) -> None:
         if self._bar is not None:

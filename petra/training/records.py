@@ -18,8 +18,6 @@ from petra.errors import DataError, first_line, invalid, require
 
 LOCK = ".lock"
 """Name of the lock's file in the folder. The file remains after the run, when no process holds its lock."""
-_HELD = (errno.EACCES, errno.EAGAIN)
-_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 PART = ".part"
 """Suffix of files and folders that are not complete yet."""
 
@@ -74,10 +72,10 @@ def locked(folder: Path) -> Iterator[bool]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in _HELD:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
                 owner = file.read().strip() or "another process"
                 raise invalid("run_dir", "a folder that no other run uses now", f"{folder}, in use by {owner}") from error
-            if error.errno not in _UNSUPPORTED:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             yield False
             return
@@ -122,14 +120,6 @@ def write_text_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def file_system_error(error: BaseException) -> OSError | None:
-    """Return the error of the file system that caused ``error``, or None."""
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
-        cause = cause.__cause__ or cause.__context__
-    return cause
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Convert errors of the file system to errors that name the file.
@@ -159,4 +149,7 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
         draft.replace(path)
     except Exception as error:  # each format of weights has its own errors for a full disk
         draft.unlink(missing_ok=True)
-        raise (file_system_error(error) or OSError(errno.EIO, first_line(error))) from error
+        cause: BaseException | None = error
+        while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+            cause = cause.__cause__ or cause.__context__
+        raise (cause or OSError(errno.EIO, first_line(error))) from error

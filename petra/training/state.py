@@ -108,7 +108,9 @@ def _read_block(module: nn.Module, state: State, kinds: Kinds, numbers: dict[str
             numbers[name] = min(float(value), numbers.get(name, float(value)))
         elif part in ("optimizer", "method"):
             name, _, kind = name.rpartition("/")
-            kinds[f"{part}/{kind}"][trained[name]] = _like(trained[name], value)
+            p = trained[name]
+            # In the parameter's memory format: the last bits of an update may depend on it.
+            kinds[f"{part}/{kind}"][p] = torch.empty_like(p, dtype=value.dtype).copy_(value) if value.shape == p.shape else value
         elif part != "model":
             kinds[part][trained[name]] = value
     missing = [name for name in ("update/done", *(f"gradient/{name}" for name in trained)) if name not in state]
@@ -118,8 +120,3 @@ def _read_block(module: nn.Module, state: State, kinds: Kinds, numbers: dict[str
 
 def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def _like(parameter: Tensor, value: Tensor) -> Tensor:
-    """Convert a value to the parameter's memory format, because the last bits of an update may depend on it."""
-    return torch.empty_like(parameter, dtype=value.dtype).copy_(value) if value.shape == parameter.shape else value

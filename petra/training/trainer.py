@@ -156,24 +156,20 @@ class Trainer:
             self._save_and_stop(row.get("test_miou", row.get("test_accuracy", -row["test_loss"])))
 
     def _train_to_drain(self, end: int) -> None:
-        """Train up to the next planned drain or the end of the epoch, or until a process is asked to stop."""
+        """Train up to the next planned drain or the end of the epoch; until a stop is requested or a checkpoint not written."""
         started, planned = time.perf_counter(), self.checkpoints.next_after(self.pipeline.microbatches_done)
         # An unplanned drain changes the weights of a run. With planned drains, a run that stops there resumes bit for bit.
-        count, stop = (end, self._stop_early) if planned is None else (min(end, planned), None)
+        stop = (lambda: self.stop() or self.checkpoints.failed) if planned is None else None
         receivers = [watcher.microbatch for watcher in self.watchers if type(watcher).microbatch is not Watcher.microbatch]
 
         def on_microbatch(report: Tensor) -> None:
             for receive in receivers:
                 receive(report)
 
-        count -= self.pipeline.microbatches_done
+        count = (end if planned is None else min(end, planned)) - self.pipeline.microbatches_done
         found = self.pipeline.train(self.train, count, on_microbatch if receivers else None, stop)
         self._sums = [a + b for a, b in zip_longest(self._sums, found.sums, fillvalue=0.0)]
         self._seconds += time.perf_counter() - started
-
-    def _stop_early(self) -> bool:
-        """Return whether to drain before the end of the epoch: on request, or because a checkpoint could not be written."""
-        return self.stop() or self.checkpoints.failed
 
     def _evaluate(self, epoch: int) -> Row:
         """Evaluate after an epoch, and return its numbers."""

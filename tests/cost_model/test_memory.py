@@ -13,7 +13,7 @@ from petra.diagnostics.process_memory import BLOCK, rounded
 from petra.engine.recipe import Recipe
 from petra.models import MODELS
 from petra.plan import make_plan
-from petra.staleness.combine import remedies
+from petra.staleness import remedies
 from petra.training import OPTIMIZERS
 from tests.support.nets import mixed_net
 

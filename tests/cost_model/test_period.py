@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from petra import METHODS, Keep, Method
 from petra.cost_model.autotune import TOLERANCE, choose_delays
 from petra.cost_model.costs import StageCost
+from petra.cost_model.event_graph import PREDICTED, ZeroBubble
 from petra.cost_model.machines import INSTANT, Connection, Link, measure_link
 from petra.cost_model.simulator import predict, simulate
-from petra.cost_model.zero_bubble import PREDICTED, ZeroBubble
 from petra.diagnostics.events import Kind
 from petra.plan.timetable import PeriodicRounds, Timetable
 from petra.plan.transport import simulated_transport

@@ -10,9 +10,9 @@ import torch
 
 from petra import METHODS, Keep, Method, TensorSpec
 from petra.cost_model.costs import StageCost
+from petra.cost_model.event_graph import ZB_H1
 from petra.cost_model.machines import Link
 from petra.cost_model.simulator import predict, simulate
-from petra.cost_model.zero_bubble import ZB_H1
 from petra.diagnostics.events import Interval, Kind
 from petra.models import revnet18
 from petra.plan import make_plan

@@ -20,8 +20,8 @@ from launch.runtime.rank import Process
 from petra import ConfigError, Model, Numerics, PetraError, TensorSpec
 from petra.cost_model.autotune import Tuned
 from petra.cost_model.costs import BlockCost, count_blocks
+from petra.cost_model.event_graph import PREDICTED
 from petra.cost_model.machines import Connection, Device, Link, Machines
-from petra.cost_model.zero_bubble import PREDICTED
 from tests.support.commands import ALONE, TINY, lines, planned, refused
 from tests.support.forked import Forked
 
