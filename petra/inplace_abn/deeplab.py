@@ -23,11 +23,8 @@ BRANCHES = ((1, 1), (3, 12), (3, 24), (3, 36))
 """Kernel size and dilation of the head's parallel convolutions."""
 CHANNELS = 256
 """Channels of each branch of the head, and of its output."""
-BODIES = {
-    **{"resnet18": 18, "resnet34": 34, "resnet50": 50, "resnet101": 101},
-    **{"revnet18": 18, "revnet34": 34, "revnet50": 50, "revnet101": 101},
-    **{"resnext101": 101, "resnext152": 152, "wide_resnet38": 38},
-}
+BODIES = {f"{kind}{depth}": depth for kind in ("resnet", "revnet") for depth in (18, 34, 50, 101)}
+BODIES |= {"resnext101": 101, "resnext152": 152, "wide_resnet38": 38}
 """Names of the bodies, with their depths."""
 
 

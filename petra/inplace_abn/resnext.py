@@ -60,4 +60,4 @@ def resnext_body(
         for row in layers.residuals(layers.DEPTHS[depth][0], channels, expansion=4)
     ]
     style = layers.Style.chosen(norm, activation)
-    return layers.residual_body(rows, stem, partial(ResidualBlock, style), style=style)
+    return layers.Body(layers.stem_builder(stem, rows[0].in_channels, style), rows, partial(ResidualBlock, style), 1, style)

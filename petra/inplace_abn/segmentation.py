@@ -86,11 +86,10 @@ def segmentation(
         ConfigError: If a value is out of range.
         DataError: If ``root`` is None, or a folder or a label file is missing.
     """
-    folder = folder_of(root, "segmentation", HELP)
     require(2 <= classes <= 255, "data.classes", "an integer from 2 to 255", classes)
     require(classes <= void <= 255, "data.void", f"an integer from {classes}, the number of classes, to 255", void)
 
-    def pairs(split: str) -> list[Pair]:
+    def pairs(folder: Path, split: str) -> list[Pair]:
         found = _files(folder / "images" / split, EXTENSIONS, HELP)
         known = [Pair(image, folder / "labels" / split / f"{image.stem}.png") for image in found]
         others = {*(folder / "labels" / split).glob("*.png")} - {pair.labels for pair in known}
@@ -100,7 +99,7 @@ def segmentation(
 
     known = {value: value for value in range(classes)}
     values = LabelValues(known, [void], f"from 0 to {classes - 1}, or {void} for pixels to ignore")
-    return _dataset("segmentation", pairs, ("train", split), values, classes, (size, height or size), sampling, HELP)
+    return _dataset("segmentation", HELP, root, pairs, ("train", split), values, size, height, sampling)
 
 
 def cityscapes(
@@ -115,9 +114,8 @@ def cityscapes(
     Raises:
         ConfigError, DataError: As for :func:`segmentation`.
     """
-    folder = folder_of(root, "cityscapes", CITYSCAPES_HELP)
 
-    def pairs(split: str) -> list[Pair]:
+    def pairs(folder: Path, split: str) -> list[Pair]:
         images, labels, end = folder / "leftImg8bit" / split, folder / "gtFine" / split, "_leftImg8bit.png"
         cities = [images / name for name in listed(images, CITYSCAPES_HELP) if (images / name).is_dir()]
         found = [image for city in cities for image in _files(city, (end.lower(),), CITYSCAPES_HELP)]
@@ -126,8 +124,7 @@ def cityscapes(
 
     known = {value: number for number, value in enumerate(CITYSCAPES_CLASSES.values())}
     values = LabelValues(known, range(34), "from 0 to 33 (labelIds)")
-    splits, size_ = ("train", split), (size, height or size)
-    return _dataset("cityscapes", pairs, splits, values, len(CITYSCAPES_CLASSES), size_, sampling, CITYSCAPES_HELP)
+    return _dataset("cityscapes", CITYSCAPES_HELP, root, pairs, ("train", split), values, size, height, sampling)
 
 
 def camvid(
@@ -155,17 +152,15 @@ def vistas(root: str | Path | None = None, size: int = 776, height: Count | None
     Raises:
         ConfigError, DataError: As for :func:`segmentation`.
     """
-    folder = folder_of(root, "vistas", VISTAS_HELP)
 
-    def pairs(split: str) -> list[Pair]:
+    def pairs(folder: Path, split: str) -> list[Pair]:
         labels = folder / split / "v1.2" / "labels"
         labels = labels if labels.is_dir() else folder / split / "labels"
         return [Pair(image, labels / f"{image.stem}.png") for image in _files(folder / split / "images", EXTENSIONS, VISTAS_HELP)]
 
     known = {value: value for value in range(VISTAS_CLASSES)}
     values = LabelValues(known, [VISTAS_CLASSES], f"from 0 to {VISTAS_CLASSES}")
-    splits, size_ = ("training", "validation"), (size, height or size)
-    return _dataset("vistas", pairs, splits, values, VISTAS_CLASSES, size_, sampling, VISTAS_HELP)
+    return _dataset("vistas", VISTAS_HELP, root, pairs, ("training", "validation"), values, size, height, sampling)
 
 
 def cocostuff(root: str | Path | None = None, size: int = 480, height: Count | None = None, sampling: str = "shuffle") -> Dataset:
@@ -178,31 +173,31 @@ def cocostuff(root: str | Path | None = None, size: int = 480, height: Count | N
     Raises:
         ConfigError, DataError: As for :func:`segmentation`.
     """
-    folder = folder_of(root, "cocostuff", COCOSTUFF_HELP)
 
-    def pairs(split: str) -> list[Pair]:
+    def pairs(folder: Path, split: str) -> list[Pair]:
         # Some releases annotate a part of the images only, so the labels determine the samples.
         found = _files(folder / "annotations" / split, (".png",), COCOSTUFF_HELP)
         return [Pair(folder / "images" / split / f"{labels.stem}.jpg", labels) for labels in found]
 
     known = {COCO_THINGS + number: number for number in range(COCO_STUFF)}
     values = LabelValues(known, [*range(COCO_THINGS), 255], f"from 0 to {COCO_THINGS + COCO_STUFF - 1}, or 255")
-    splits, size_ = ("train2017", "val2017"), (size, height or size)
-    return _dataset("cocostuff", pairs, splits, values, COCO_STUFF, size_, sampling, COCOSTUFF_HELP)
+    return _dataset("cocostuff", COCOSTUFF_HELP, root, pairs, ("train2017", "val2017"), values, size, height, sampling)
 
 
 def _dataset(
     name: str,
-    pairs: Callable[[str], list[Pair]],
+    help: str,
+    root: str | Path | None,
+    pairs: Callable[[Path, str], list[Pair]],
     splits: tuple[str, str],
     values: LabelValues,
-    classes: int,
-    size: tuple[int, int],
+    width: int,
+    height: int | None,
     sampling: str,
-    help: str,
 ) -> Dataset:
+    folder, size, classes = folder_of(root, name, help), (width, height or width), len(values.known)
     require(sampling in SAMPLINGS, "data.sampling", alternatives(SAMPLINGS), sampling)
-    train, test = (Files(_complete(pairs(split), help), values, size, classes) for split in splits)
+    train, test = (Files(_complete(pairs(folder, split), help), values, size, classes) for split in splits)
     same = {pair.image.parent.resolve() for pair in train.pairs} & {pair.image.parent.resolve() for pair in test.pairs}
     require(not same, str(min(same, default="")), f"other images in {splits[1]} than in {splits[0]}", "the same folder", DataError)
     order = ClassUniform(class_presence(train)) if sampling == "class_uniform" else None

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra.errors import alternatives, require
+from petra.errors import Count, Share, check_types, require
 from petra.model import BlockSpec, Model
 
 DEVIATION = 0.02
 """Standard deviation of initial weights (Radford et al. 2019, section 2.3)."""
 ROTARY_BASE = 10_000.0
 """Base of the wavelengths of rotary position embeddings (Su et al. 2021, section 3.2.2)."""
-NORMS, MLPS = ("layernorm", "rmsnorm"), ("gelu", "swiglu")
 MAX_DEPTH = 10_000
 """Largest accepted number of layers."""
 
@@ -45,30 +45,26 @@ class LayerOptions:
     """
 
     dim: int
-    heads: int = 1
+    heads: Count = 1
     kv_heads: int | None = None
-    hidden: int | None = None
-    mlp: str = "gelu"
-    norm: str = "layernorm"
+    hidden: Count | None = None
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     bias: bool = True
     rotary: bool = False
     qk_norm: bool = False
-    dropout: float = 0.0
+    dropout: Share = 0.0
     causal: bool = True
     depth: int = 1
 
     def __post_init__(self) -> None:
-        require(self.heads >= 1, "model.heads", "an integer >= 1", self.heads)
+        check_types(self, "model.")
         require(self.dim >= 1 and self.dim % self.heads == 0, "model.dim", f"a multiple of {self.heads} (model.heads)", self.dim)
         kv = self.kv_heads
         divides = kv is None or (kv >= 1 and self.heads % kv == 0)
         require(divides, "model.kv_heads", f"null or a divisor of {self.heads} (model.heads)", kv)
-        require(self.hidden is None or self.hidden >= 1, "model.hidden", "null or an integer >= 1", self.hidden)
-        require(self.mlp in MLPS, "model.mlp", alternatives(MLPS), self.mlp)
-        require(self.norm in NORMS, "model.norm", alternatives(NORMS), self.norm)
         even = not self.rotary or self.head_dim % 2 == 0
         require(even, "model.dim", "an even number of channels per head with model.positions=rotary", self.dim)
-        require(0 <= self.dropout < 1, "model.dropout", "a number >= 0 and < 1", self.dropout)
         require(1 <= self.depth <= MAX_DEPTH, "model.depth", f"an integer from 1 to {MAX_DEPTH}", self.depth)
 
     @property

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +128,8 @@ def revgpt(
     size: int = 256,
     kv_heads: Count | None = None,
     hidden: Count | None = None,
-    mlp: str = "gelu",
-    norm: str = "layernorm",
+    mlp: Literal["gelu", "swiglu"] = "gelu",
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm",
     bias: bool = True,
     positions: str = "learned",
     qk_norm: bool = False,
@@ -169,8 +169,8 @@ def gpt(
     size: int = 256,
     kv_heads: Count | None = None,
     hidden: Count | None = None,
-    mlp: str = "gelu",
-    norm: str = "layernorm",
+    mlp: Literal["gelu", "swiglu"] = "gelu",
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm",
     bias: bool = True,
     positions: str = "learned",
     qk_norm: bool = False,

@@ -197,6 +197,19 @@ class PairStem(nn.Module):
         return x1.clone(), x2.clone()
 
 
+def stem_builder(kind: str, channels: int, style: Style = STANDARD, partition: str | None = None) -> Callable[[], nn.Module]:
+    """Return the builder of a stem of one stream, or of two into which ``partition`` divides the units.
+
+    Raises:
+        ConfigError: If the kind of the stem or the partition is unknown.
+    """
+    require(kind in STEMS, "model.stem", alternatives(STEMS), kind)
+    if partition is None:
+        return partial(stem, kind, channels, style)
+    require(partition in PARTITIONS, "model.partition", alternatives(PARTITIONS), partition)
+    return partial(PairStem, kind, channels, style, partition)
+
+
 class ClassifierHead(nn.Module):
     """Global average pooling of every stream (B, C, H, W), and a linear layer from all averages to logits (B, classes)."""
 
@@ -309,33 +322,6 @@ class Body(NamedTuple):
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Return the stem and the residual blocks."""
         return BlockSpec("stem", self.stem), *(BlockSpec(row.name, partial(self.residual, row)) for row in self.rows)
-
-
-def residual_body(
-    rows: Sequence[Residual],
-    kind: str,
-    residual: Callable[[Residual], nn.Module],
-    *,
-    style: Style = STANDARD,
-    partition: str | None = None,
-    preactivation: bool = False,
-) -> Body:
-    """Return the body of a network, after a check of its stem.
-
-    Args:
-        rows, residual, style, preactivation: As for :class:`Body`.
-        kind: Kind of the stem.
-        partition: How the units are divided into two streams; None for one stream.
-
-    Raises:
-        ConfigError: If the kind or the partition is unknown.
-    """
-    require(kind in STEMS, "model.stem", alternatives(STEMS), kind)
-    start: Callable[[], nn.Module] = partial(stem, kind, rows[0].in_channels, style)
-    if partition is not None:
-        require(partition in PARTITIONS, "model.partition", alternatives(PARTITIONS), partition)
-        start = partial(PairStem, kind, rows[0].in_channels, style, partition)
-    return Body(start, rows, residual, 1 if partition is None else 2, style, preactivation)
 
 
 def network(name: str, body: Body, classes: int) -> Model:

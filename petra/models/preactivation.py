@@ -146,8 +146,9 @@ def _network(
 ) -> Model:
     """Build a ResNet, or a RevNet whose streams are divided by ``partition``. Other arguments as for the bodies of ResNets."""
     rows = layers.residuals(repeats, layers.scaled(hidden, width), expansion)
+    start = layers.stem_builder(stem, rows[0].in_channels, partition=partition)
     block = partial(_block, rows[0], reversible=partition is not None)
-    return layers.network(name, layers.residual_body(rows, stem, block, partition=partition, preactivation=True), classes)
+    return layers.network(name, layers.Body(start, rows, block, 1 if partition is None else 2, preactivation=True), classes)
 
 
 def _block(first: layers.Residual, row: layers.Residual, *, reversible: bool) -> nn.Module:

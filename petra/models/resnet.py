@@ -86,4 +86,4 @@ def resnet_body(depth: int, width: float, stem: str, norm: str, activation: str 
     repeats, expansion = layers.DEPTHS[depth]
     style = layers.Style.chosen(norm, activation)
     rows = layers.residuals(repeats, layers.scaled(layers.CHANNELS, width), expansion)
-    return layers.residual_body(rows, stem, partial(ResidualBlock, style), style=style)
+    return layers.Body(layers.stem_builder(stem, rows[0].in_channels, style), rows, partial(ResidualBlock, style), 1, style)

@@ -133,7 +133,8 @@ def revnet_body(
     require(downsampling in DOWNSAMPLINGS, "model.downsampling", alternatives(DOWNSAMPLINGS), downsampling)
     style = layers.Style.chosen(norm, activation)
     rows = layers.residuals(repeats, layers.scaled(layers.CHANNELS, width), expansion)
-    return layers.residual_body(rows, stem, partial(_residual, style, downsampling), style=style, partition="channels")
+    start = layers.stem_builder(stem, rows[0].in_channels, style, "channels")
+    return layers.Body(start, rows, partial(_residual, style, downsampling), 2, style)
 
 
 def _residual(style: layers.Style, downsampling: str, row: layers.Residual) -> nn.Module:
