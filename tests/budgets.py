@@ -37,7 +37,7 @@ ROOMS = {
     ("petra/models",): Budget(1_545, 1_545),
     ("petra/inplace_abn",): Budget(1_655, 1_655),
     ("petra/elastic", "launch/elastic"): Budget(975, 975),
-    ("petra/huggingface",): Budget(1_310, 1_310),
+    ("petra/huggingface",): Budget(1_308, 1_308),
     ("petra/diagnostics",): Budget(701, 701),
     ("petra/cost_model",): Budget(1_521, 1_521),
     ("petra/analysis",): Budget(350, 350),
@@ -54,7 +54,7 @@ ROOMS = {
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_041, 26_041)
+BOTH = Budget(26_039, 26_039)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(5_997, 5_997)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -107,8 +107,6 @@ def from_pretrained(
     named = isinstance(source, str | os.PathLike)
     rows, model = row_names(fields), base_of(loaded(source) if named else source)
     parts = split(model, rows, delimiter)
-    training = any(module.training for module in model.modules())
-    require(training, "model", "modules in training mode (call .train(); .eval() freezes layers)", "none", ModelError)
     uses = Counter(chain(*(part.parameters() for part in parts.values())))
     report_untied(sum((count - 1) * p.numel() for p, count in uses.items()))
     parts = parts if coupling is None else coupled(parts, coupling)
