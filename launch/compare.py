@@ -11,7 +11,7 @@ from typing import Any
 
 from petra.errors import DataError, first_line, require
 
-from .run.folder import RECORD, RunFolder, flat, rows_of
+from .run.folder import CONFIG, RECORD, epochs_in, flat, load_config, rows_of, updates_in
 from .runtime.terminal import command, parser_for, table
 
 HEADER = ("run", "data", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
@@ -46,10 +46,9 @@ def main(arguments: list[str] | None = None) -> None:
 def _read(path: Path) -> dict[str, list[Any]]:
     """Return the ``setting`` of a run or its record (data, method, delay, k and epochs), and its ``rows`` and ``updates``."""
     if not path.name.endswith(RECORD):
-        run = RunFolder(path)
-        rows, config = run.rows(), dict(flat(run.config()))
+        rows, config = epochs_in(path), dict(flat(load_config(path / CONFIG)))
         setting = [config.get(key) for key in ("data._target_", "method.name", "method.delay", "k", "trainer.epochs")]
-        return {"setting": setting, "rows": rows, "updates": run.updates()}
+        return {"setting": setting, "rows": rows, "updates": updates_in(path)}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         setting = [content[name] for name in ("data", "method", "delay", "k", "epochs")]

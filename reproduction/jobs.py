@@ -14,7 +14,7 @@ from launch.config.compose import compose_overrides
 from launch.config.schema import AUTO, Config
 from launch.run.build import set_up
 from launch.run.data import load
-from launch.run.folder import RunFolder, as_data, differences
+from launch.run.folder import CONFIG, as_data, differences, load_config, summary_in
 from launch.runtime.rank import Process
 from launch.runtime.reporting import CANCELLED, STOPPED
 from petra.errors import require
@@ -54,9 +54,9 @@ class Job:
         Raises:
             PetraError: If it cannot be run, needs a path to its data, or would replace a finished run with another configuration.
         """
-        run = RunFolder(self.folder)
-        if run.summary():
-            differing = differences(run.config(), as_data(self.config)).keys() - {"run_dir", "resume", "resume_change"}
+        if summary_in(self.folder):
+            found = load_config(self.folder / CONFIG)
+            differing = differences(found, as_data(self.config)).keys() - {"run_dir", "resume", "resume_change"}
             got = f"{self.folder}, a finished run with another {', '.join(sorted(differing))}"
             require(not differing, "--out", "a new folder", got)
         if self.config.data.options.get("root", "") is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from launch.run.folder import RECORD, RunFolder
+from launch.run.folder import RECORD, epochs_in, gradients_in, updates_in
 from petra.errors import DataError, first_line
 from petra.training.records import write_text_atomically, writing
 
@@ -84,9 +84,9 @@ def record_of(
         commit=commit,
         machine=machine,
         summary=_rounded({name: value for name, value in found.items() if name not in DROPPED}, DIGITS),
-        curve=_columns([_first_stage(row) for row in RunFolder(folder).rows()], DIGITS),
-        updates=_columns(_thinned(RunFolder(folder).updates()), DIGITS_OF_ROWS),
-        gradients=_columns(RunFolder(folder).gradients(), DIGITS_OF_ROWS),
+        curve=_columns([_first_stage(row) for row in epochs_in(folder)], DIGITS),
+        updates=_columns(_thinned(updates_in(folder)), DIGITS_OF_ROWS),
+        gradients=_columns(gradients_in(folder), DIGITS_OF_ROWS),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from launch.config.schema import AUTO
-from launch.run.folder import RunFolder, as_data, changes_results, flat, rows_of
+from launch.run.folder import as_data, changes_results, epochs_in, flat, gradients_in, rows_of, summary_in
 from petra.errors import PetraError
 
 from .jobs import Job, train_jobs
@@ -124,5 +124,5 @@ def _finished_folders(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _read(folder: Path) -> Run:
-    summary = RunFolder(folder).summary()
-    return Run(folder, summary, RunFolder(folder).rows(), RunFolder(folder).gradients())
+    summary = summary_in(folder)
+    return Run(folder, summary, epochs_in(folder), gradients_in(folder))

@@ -41,20 +41,20 @@ ROOMS = {
     ("petra/diagnostics",): Budget(701, 701),
     ("petra/cost_model",): Budget(1_521, 1_521),
     ("petra/analysis",): Budget(350, 350),
-    ("launch/*.py", "launch/templates"): Budget(915, 915),
+    ("launch/*.py", "launch/templates"): Budget(914, 914),
     ("launch/config",): Budget(766, 400),
-    ("launch/run",): Budget(1_850, 1_658),
-    ("launch/runtime",): Budget(658, 658),
-    ("launch/doctor", "launch/selftest"): Budget(932, 932),
+    ("launch/run",): Budget(1_842, 1_658),
+    ("launch/runtime",): Budget(655, 655),
+    ("launch/doctor", "launch/selftest"): Budget(930, 930),
     ("launch/bench",): Budget(743, 743),
     ("reproduction",): Budget(2_216, 2_201),
     ("benchmarks",): Budget(3_115, 3_115),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_113, 15_768),
+    ("tests", "stress"): Budget(17_112, 15_768),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_039, 26_039)
+BOTH = Budget(26_025, 26_025)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(5_997, 5_997)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

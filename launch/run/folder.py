@@ -1,10 +1,13 @@
-"""The folder of a run as data: its configuration, which its checkpoints have, too, and its records. Imports no torch."""
+"""The folder of a run as data: its configuration, which its checkpoints have, too, and its records. Imports no torch.
+
+A damaged file is a :class:`petra.errors.DataError`.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from math import nan
 from pathlib import Path
@@ -122,70 +125,59 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-@dataclass(frozen=True)
-class RunFolder:
-    """What the files of a run hold, which may still be training. All methods raise DataError if a file is damaged.
+def epochs_in(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl in a run's folder, one for each epoch.
 
-    Attributes:
-        path: Folder of the run.
+    Raises:
+        ConfigError: If the folder is not a run's, or the run has not finished an epoch.
     """
+    rows = _rows(folder / METRICS, "epoch", "microbatches", "train_loss", "test_loss")
+    if not rows:
+        raise invalid("runs", "folders of runs with a finished epoch", f"{folder}, where {METRICS} has none")
+    for a, b in pairwise(row["epoch"] for row in rows):
+        require(a < b, str(folder / METRICS), "epochs in order", f"{b} after {a}", DataError)
+    return rows
 
-    path: Path
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, one for each epoch.
+def updates_in(folder: Path, clock: int | None = None) -> list[dict[str, Any]]:
+    """Return the rows of updates.jsonl, up to ``clock`` microbatches, or none if there is no such file."""
+    return [row for row in _rows(folder / UPDATES, "microbatches") if clock is None or row["microbatches"] <= clock]
 
-        Raises:
-            ConfigError: If the folder is not a run's, or the run has not finished an epoch.
-        """
-        rows = self._rows(METRICS, "epoch", "microbatches", "train_loss", "test_loss")
-        if not rows:
-            raise invalid("runs", "folders of runs with a finished epoch", f"{self.path}, where {METRICS} has none")
-        for a, b in pairwise(row["epoch"] for row in rows):
-            require(a < b, str(self.path / METRICS), "epochs in order", f"{b} after {a}", DataError)
-        return rows
 
-    def updates(self, clock: int | None = None) -> list[dict[str, Any]]:
-        """Return the rows of updates.jsonl, up to ``clock`` microbatches, or none if there is no such file."""
-        return [row for row in self._rows(UPDATES, "microbatches") if clock is None or row["microbatches"] <= clock]
+def gradients_in(folder: Path, clock: int | None = None) -> list[dict[str, Any]]:
+    """Return the rows of gradients.jsonl, of the first ``clock`` microbatches, or none if there is no such file."""
+    rows = _rows(folder / GRADIENTS, "microbatch", "stage", "reconstruction_error")
+    return [row for row in rows if clock is None or row["microbatch"] < clock]
 
-    def gradients(self, clock: int | None = None) -> list[dict[str, Any]]:
-        """Return the rows of gradients.jsonl, of the first ``clock`` microbatches, or none if there is no such file."""
-        rows = self._rows(GRADIENTS, "microbatch", "stage", "reconstruction_error")
-        return [row for row in rows if clock is None or row["microbatch"] < clock]
 
-    def summary(self) -> dict[str, Any]:
-        """Return the content of summary.json, or nothing if the run is not complete."""
-        path = self.path / SUMMARY
-        try:
-            content: Any = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path}: can't be read ({first_line(error)})") from error
-        require(isinstance(content, dict), str(path), "a JSON object", type(content).__name__, DataError)
-        content |= {key: nan for key in content if key.startswith(("train_", "test_")) and content[key] is None}
-        if path.exists():
-            from petra.training.records import read_rows
-
-            known = [[str(row.get(key)) for key in ("microbatches", "test_loss")] for row in read_rows(self.path / METRICS)]
-            own = [str(content.get(key)) for key in ("microbatches", "test_loss")]
-            require(own in known or not known, str(path), f"the summary of {METRICS}", "another", DataError)
-        return dict(content)
-
-    def config(self) -> dict[str, Any]:
-        """Return the configuration in config.yaml."""
-        return load_config(self.path / CONFIG)
-
-    def _rows(self, name: str, *keys: str) -> list[dict[str, Any]]:
-        """Return the rows of a file, all of which must have numbers under ``keys``."""
-        path = self.path / name
+def summary_in(folder: Path) -> dict[str, Any]:
+    """Return the content of summary.json, or nothing if the run is not complete."""
+    path = folder / SUMMARY
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: can't be read ({first_line(error)})") from error
+    require(isinstance(content, dict), str(path), "a JSON object", type(content).__name__, DataError)
+    content |= {key: nan for key in content if key.startswith(("train_", "test_")) and content[key] is None}
+    if path.exists():
         from petra.training.records import read_rows
 
-        rows = read_rows(path)
-        for number, row in enumerate(rows, 1):
-            for key in (*keys, *(row.keys() - {"sample"})):
-                expected = f"a number {key} in line {number}"
-                require(isinstance(row.get(key), int | float), str(path), expected, row.get(key, "none"), DataError)
-        return rows
+        known = [[str(row.get(key)) for key in ("microbatches", "test_loss")] for row in read_rows(folder / METRICS)]
+        own = [str(content.get(key)) for key in ("microbatches", "test_loss")]
+        require(own in known or not known, str(path), f"the summary of {METRICS}", "another", DataError)
+    return dict(content)
+
+
+def _rows(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """Return the rows of a file, all of which must have numbers under ``keys``."""
+    from petra.training.records import read_rows
+
+    rows = read_rows(path)
+    for number, row in enumerate(rows, 1):
+        for key in (*keys, *(row.keys() - {"sample"})):
+            expected = f"a number {key} in line {number}"
+            require(isinstance(row.get(key), int | float), str(path), expected, row.get(key, "none"), DataError)
+    return rows
 
 
 def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from petra.analysis.timeline import read_trace
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
 
-from .folder import CONFIG, RunFolder
+from .folder import CONFIG, epochs_in, gradients_in, summary_in, updates_in
 
 REPORT = "report.html"
 SPEED = "_per_second"
@@ -30,8 +30,8 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     Raises:
         PetraError: If the folder is not a run's, the run has not finished an epoch, or a file is damaged or can't be written.
     """
-    run, trace, config = RunFolder(folder), folder / "trace.json", folder / CONFIG
-    rows, summary = run.rows(), run.summary() if summary is None else summary
+    trace, config = folder / "trace.json", folder / CONFIG
+    rows, summary = epochs_in(folder), summary_in(folder) if summary is None else summary
     intervals, processes = read_trace(trace) if trace.exists() else ((), ())
     incomplete = "This run is not complete; the page shows what it has recorded so far."
     page = page_template(REPORT).render(
@@ -42,7 +42,7 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
         value_text=value_text,
         timeline=svg(timeline(intervals, processes=processes)) if intervals else "",
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
-        **{section: [_drawn(panel, section) for panel in panels] for section, panels in _panels(run, rows, summary).items()},
+        **{section: [_drawn(panel, section) for panel in panels] for section, panels in _panels(folder, rows, summary).items()},
     )
     write_text_atomically(folder / REPORT, page.lstrip())
     return folder / REPORT
@@ -64,15 +64,15 @@ def describe(facts: Row) -> str:
     )
 
 
-def _panels(run: RunFolder, rows: Sequence[Row], summary: Row) -> dict[str, list[Panel]]:
+def _panels(folder: Path, rows: Sequence[Row], summary: Row) -> dict[str, list[Panel]]:
     """Return the diagrams of each section of the page."""
     stages: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:
         for key in (key for key in row if key.startswith("stage/")):
             _, stage, kind = key.split("/")
             stages.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], row[key]))
-    peaks, compared = summary.get("peak_memory_bytes", ()), run.gradients()
-    curves = curve_panels({"": rows}, {"": run.updates()})
+    peaks, compared = summary.get("peak_memory_bytes", ()), gradients_in(folder)
+    curves = curve_panels({"": rows}, {"": updates_in(folder)})
     for key in (key for key in rows[-1] if key == "learning_rate" or key.endswith(SPEED)):
         label = key.replace(SPEED, "/s").replace("_", " ")
         curves.append(Panel("epoch", label, {label: [(row["epoch"], row[key]) for row in rows if key in row]}))

@@ -29,7 +29,7 @@ from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
 from .costs import stage_facts
-from .folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, RunFolder, as_data
+from .folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, as_data, updates_in
 from .page import describe, write_report
 from .resume import Start
 from .targets import built
@@ -64,7 +64,7 @@ class Records:
         path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         # A folder that was deleted while its run wrote checkpoints has no config.yaml.
         resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / CHECKPOINTS)))
-        updates = [] if start.path is None else RunFolder(path).updates(start.clock)
+        updates = [] if start.path is None else updates_in(path, start.clock)
         self.folder = path if resumed else new_run_folder(path)
         (self.folder / SUMMARY).unlink(missing_ok=True)
         content = as_data(config)

@@ -30,7 +30,7 @@ from ..runtime.agent import StopRequest
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
 from .costs import memory_table, stage_map, tune_setup
-from .folder import CHECKPOINTS, GRADIENTS, TRUST, RunFolder, as_data, names_foreign_code
+from .folder import CHECKPOINTS, GRADIENTS, TRUST, as_data, gradients_in, names_foreign_code
 from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
 from .text import MOST_PARAMETERS, TextSample
@@ -191,9 +191,9 @@ class TrainingRun:
         config, pipeline, plan = self.setup.config.trainer, self.pipeline, self.pipeline.plan
         times = StageTimes(pipeline) if config.stage_metrics else None
         recorder = None if config.trace is None else Recorder(pipeline, config.trace)
-        quality, folder = None, RunFolder(self.folder)
+        quality = None
         if config.diagnose is not None:
-            log = JsonLines(self.folder / GRADIENTS, folder.gradients(pipeline.microbatches_done)).log
+            log = JsonLines(self.folder / GRADIENTS, gradients_in(self.folder, pipeline.microbatches_done)).log
             quality = GradientQuality(pipeline, config.diagnose, log)
         if times is not None:
             pipeline.measures.append(times.metrics)

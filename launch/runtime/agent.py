@@ -19,7 +19,7 @@ from types import FrameType
 from petra.errors import Interrupted
 
 from .rank import Process
-from .reporting import CANCELLED, STOPPED, report_errors
+from .reporting import CANCELLED, STOPPED, exit_at_once, report_errors
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Preemption by a cluster (SIGTERM, or SIGUSR1 as an early warning), the end of a terminal or of an ssh connection (SIGHUP), and
@@ -45,11 +45,6 @@ def this_process() -> Iterator[Process]:
 def stop_signals() -> list[signal.Signals]:
     """Return :data:`SIGNALS`, without SIGHUP if nohup has made this process ignore it."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
-
-
-def exit_at_once(number: int, frame: FrameType | None) -> None:
-    """End this process, whose run has not started: with the status of a stopped run, or that of Ctrl-C (a signal handler)."""
-    os._exit(CANCELLED if number == signal.SIGINT else STOPPED)
 
 
 def stop_before_start() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError
@@ -26,6 +27,14 @@ REPORT_WAIT = 1.0
 """Seconds that a rank which lost a neighbour waits for the others to report their own error first."""
 _LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Errors of the operating system that a user can act on, wherever they occur."""
+
+
+def exit_at_once(number: int, frame: FrameType | None) -> None:
+    """End this process, which does not train, with the status of Ctrl-C or of a stopped run (a signal handler).
+
+    An exception could be swallowed or reported by whatever is being imported.
+    """
+    os._exit(CANCELLED if number == signal.SIGINT else STOPPED)
 
 
 @contextmanager
@@ -121,11 +130,10 @@ def _exit_after_lost_connection(message: str) -> NoReturn:
     """Report a failed communication unless another rank of this machine has reported an error, and exit."""
     # torchrun sends SIGTERM to all ranks as soon as one has failed, but this rank may be the one that reports.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    time.sleep(REPORT_WAIT)
-    if claim_error_report():
-        print(f"error: {message}; another process has died, hangs or can't be reached", file=sys.stderr, flush=True)
-    distributed = sys.modules.get("torch.distributed")  # an error before the processes connect is reported without importing torch
-    if distributed is not None and distributed.is_initialized():
-        sys.stdout.flush()
-        os._exit(FAILED)  # at a normal exit, gloo would wait for the lost process for the whole timeout again
-    sys.exit(FAILED)
+    try:
+        _exit_with_error(f"{message}; another process has died, hangs or can't be reached", wait=REPORT_WAIT)
+    finally:
+        distributed = sys.modules.get("torch.distributed")  # an error before the processes connect doesn't import torch
+        if distributed is not None and distributed.is_initialized():
+            sys.stdout.flush()
+            os._exit(FAILED)  # at a normal exit, gloo would wait for the lost process for the whole timeout again

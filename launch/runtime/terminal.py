@@ -10,12 +10,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from types import FrameType
 from typing import IO, NoReturn, ParamSpec
 
 from petra.errors import ConfigError, PetraError
 
-from .reporting import CANCELLED, FAILED
+from .reporting import FAILED, exit_at_once
 
 P = ParamSpec("P")
 _CLOSED = (errno.EPIPE, errno.EIO)
@@ -25,7 +24,7 @@ _CLOSED = (errno.EPIPE, errno.EIO)
 def command(main: Callable[P, None]) -> Callable[P, None]:
     """Make a command out of a function: ``main`` runs with :func:`prepare_streams`, and its errors become one line and a status.
 
-    Ctrl-C ends the process at once with status :data:`CANCELLED` unless ``main`` handles the signal itself.
+    Ctrl-C ends the process at once with status 130 unless ``main`` handles the signal itself.
     """
 
     @wraps(main)
@@ -33,7 +32,7 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
         prepare_streams()
         before = signal.getsignal(signal.SIGINT)
         if before is signal.default_int_handler:  # otherwise the parent process has decided
-            signal.signal(signal.SIGINT, _cancel)
+            signal.signal(signal.SIGINT, exit_at_once)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # an agent starts its processes with the signal blocked
         try:
             main(*args, **kwargs)
@@ -111,8 +110,3 @@ class _LastingText(io.TextIOWrapper):
         os.close(null)
         if error.errno not in _CLOSED and self is not sys.stderr:
             print(f"warning: output can't be written ({error.strerror}); the rest is discarded", file=sys.stderr, flush=True)
-
-
-def _cancel(number: int, frame: FrameType | None) -> None:
-    """End the process. An exception could be swallowed or reported by whatever is being imported."""
-    os._exit(CANCELLED)

@@ -97,10 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         parts = write_report(trials, gpus, tiny, given.out, results)
         rows = [(part["name"], str(part["processes"]), f"{part['duration']:.0f}", part["result"]) for part in parts]
-        print(
-            f"{table(('part', 'processes', 'seconds', 'result'), rows, aligned=True)}\nreport: {given.out / 'selftest.md'}",
-            flush=True,
-        )
+        print(table(("part", "processes", "seconds", "result"), rows, aligned=True))
+        print(f"report: {given.out / 'selftest.md'}", flush=True)
         if any(part["result"].startswith("failed") for part in parts):
             for name in ("selftest.json", "selftest.md"):
                 shutil.copy(given.out / name, folder)

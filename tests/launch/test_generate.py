@@ -16,7 +16,7 @@ from markupsafe import escape
 
 from launch import evaluate, generate, tokenize
 from launch.config.compose import compose_overrides
-from launch.run.folder import RunFolder
+from launch.run.folder import epochs_in
 from launch.run.text import TextSample, vocabulary
 from petra.errors import ModelError, PetraError
 from petra.models import revgpt
@@ -48,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_loss_is_also_in_bits_per_byte(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus = json.loads((trained / "tokens" / "corpus.json").read_text())["val"]
-    (row,) = RunFolder(trained / "run").rows()
+    (row,) = epochs_in(trained / "run")
     assert row["test_bits_per_byte"] == pytest.approx(row["test_loss"] / math.log(2) * corpus["tokens"] / corpus["bytes"])
     evaluate.main([f"{trained}/run"])
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(row["test_bits_per_byte"])
@@ -73,7 +73,7 @@ def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pyte
 
 
 def test_the_sample_after_an_epoch_is_the_text_that_generate_writes(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = RunFolder(trained / "run").rows()
+    (row,) = epochs_in(trained / "run")
     generate.main([f"{trained}/run", "--tokens=60"])
     assert row["sample"] + "\n" == capsys.readouterr().out
     assert f"  sample: {row['sample']!r}\n" in (trained / "output.txt").read_text()
@@ -93,7 +93,7 @@ def test_only_the_first_process_needs_the_vocabulary_for_a_sample(trained: Path,
     with Forked(tmp_path, words, 3, prepare=in_a_folder_of_its_own) as run:
         run.finish()
     train(*RUN, "trainer.stages=3", f"data.root={trained}/tokens", f"run_dir={tmp_path}/one")
-    (one,), (three,) = (RunFolder(tmp_path / name).rows() for name in ("one", "run"))
+    (one,), (three,) = (epochs_in(tmp_path / name) for name in ("one", "run"))
     assert one["sample"] == three["sample"] != ""
 
 
