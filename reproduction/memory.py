@@ -13,7 +13,7 @@ from petra.cost_model.stage_memory import Known, count_stage
 from petra.method import Keep
 from petra.model import Model
 from petra.models import revnet18, revnet50
-from petra.models.layers import network
+from petra.models.layers import CHANNELS, network, residuals
 from petra.models.revnet import revnet_body
 from petra.plan.plan import Plan, StagePlan, make_plan
 from petra.specs import TensorSpec
@@ -33,7 +33,7 @@ def _revnet34_of_table6() -> Model:
 
     ResNet-34's groups of 3, 4, 6 and 3 blocks, with the 22.3 million parameters of Table 2, would have them at 4, 8 and 14.
     """
-    return network("revnet34", revnet_body((4, 4, 4, 4), expansion=1), 10)
+    return network("revnet34", revnet_body(34, 1.0, "auto", "batchnorm")._replace(rows=residuals((4, 4, 4, 4), CHANNELS, 1)), 10)
 
 
 MODELS: dict[str, Callable[[], Model]] = {"revnet18": revnet18, "revnet34": _revnet34_of_table6}

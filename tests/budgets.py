@@ -34,11 +34,11 @@ ROOMS = {
     ("petra/staleness",): Budget(434, 434),
     ("petra/training",): Budget(1_729, 1_729),
     ("petra/data",): Budget(1_902, 1_902),
-    ("petra/models",): Budget(1_545, 1_545),
-    ("petra/inplace_abn",): Budget(1_655, 1_655),
+    ("petra/models",): Budget(1_529, 1_529),
+    ("petra/inplace_abn",): Budget(1_654, 1_654),
     ("petra/elastic", "launch/elastic"): Budget(975, 975),
     ("petra/huggingface",): Budget(1_308, 1_308),
-    ("petra/diagnostics",): Budget(701, 701),
+    ("petra/diagnostics",): Budget(697, 697),
     ("petra/cost_model",): Budget(1_521, 1_521),
     ("petra/analysis",): Budget(350, 350),
     ("launch/*.py", "launch/templates"): Budget(914, 914),
@@ -54,7 +54,7 @@ ROOMS = {
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_025, 26_025)
+BOTH = Budget(26_004, 26_004)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(5_997, 5_997)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

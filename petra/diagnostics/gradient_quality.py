@@ -132,9 +132,13 @@ class GradientQuality(Hook):
         case, stage = self._cases[m], self.pipeline.stages[j]
         stashed = self.pipeline.plan.method.weights is not Weights.CURRENT
         weights = case.weights[j] if stashed else [runner.versions.corrected for runner in stage.runners]
-        y = _replayed(stage, m, case.inputs[j], weights)
+        y, leaves = _replayed(stage, m, case.inputs[j], weights), _leaves(stage, weights)
+        connected = [(a, d) for a, d in zip(y, dy, strict=True) if a.requires_grad]
+        if not connected or not leaves:
+            return _joined(leaves, [None] * len(leaves))
+        outputs, gradients = zip(*connected, strict=True)
         with _using(stage, weights):
-            return _differentiated(y, dy, _leaves(stage, weights))
+            return _joined(leaves, torch.autograd.grad(outputs, leaves, gradients, allow_unused=True))
 
     def _backpropagated(self, m: int, weights: Mapping[int, Sequence[WeightVersion | None]]) -> dict[int, Flat]:
         stages = self.pipeline.stages
@@ -183,14 +187,6 @@ def _leaves(stage: Stage, weights: Sequence[WeightVersion | None]) -> list[Tenso
     """Return the tensors that take the place of the stage's parameters, in the order of the parameters."""
     pairs = zip(stage.runners, weights, strict=True)
     return [p if own is None else own[name] for runner, own in pairs for name, p in runner.parameters.items()]
-
-
-def _differentiated(y: Streams, dy: Streams, leaves: Sequence[Tensor]) -> Flat:
-    connected = [(a, d) for a, d in zip(y, dy, strict=True) if a.requires_grad]
-    if not connected or not leaves:
-        return _joined(leaves, [None] * len(leaves))
-    outputs, gradients = zip(*connected, strict=True)
-    return _joined(leaves, torch.autograd.grad(outputs, leaves, gradients, allow_unused=True))
 
 
 def _joined(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Flat:

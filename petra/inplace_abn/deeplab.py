@@ -141,6 +141,5 @@ def _body(
         require(value is None, f"model.{key}", f"null with model.body={name}", value)
     if name == "wide_resnet38":
         return wide_resnet38_body(width, norm, activation)
-    if name.startswith("revnet"):
-        return revnet_body(*layers.DEPTHS[BODIES[name]], width, "imagenet", norm, activation)
-    return resnet_body(BODIES[name], width, "imagenet", norm, activation)
+    build = revnet_body if name.startswith("revnet") else resnet_body
+    return build(BODIES[name], width, "imagenet", norm, activation)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -70,14 +69,14 @@ def revnet18(
 
     Input: images (B, 3, H, W). Output: logits (B, ``classes``). Arguments and errors as for :func:`petra.models.resnet18`.
     """
-    return layers.network("revnet18", revnet_body(*layers.DEPTHS[18], width, stem, norm, activation), classes)
+    return layers.network("revnet18", revnet_body(18, width, stem, norm, activation), classes)
 
 
 def revnet34(
     classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-34: 18 blocks, of which 13 are reversible. Arguments as for :func:`revnet18`."""
-    return layers.network("revnet34", revnet_body(*layers.DEPTHS[34], width, stem, norm, activation), classes)
+    return layers.network("revnet34", revnet_body(34, width, stem, norm, activation), classes)
 
 
 def revnet50(
@@ -100,37 +99,22 @@ def revnet50(
     Raises:
         ConfigError: If an argument is out of range.
     """
-    return layers.network("revnet50", revnet_body(*layers.DEPTHS[50], width, stem, norm, activation, downsampling), classes)
+    return layers.network("revnet50", revnet_body(50, width, stem, norm, activation, downsampling), classes)
 
 
 def revnet101(
     classes: int = 10, width: Positive = 1.0, stem: str = "auto", norm: str = "batchnorm", activation: str | None = None
 ) -> Model:
     """Build a RevNet-101: 35 blocks with bottlenecks, of which 29 are reversible. Arguments as for :func:`revnet18`."""
-    return layers.network("revnet101", revnet_body(*layers.DEPTHS[101], width, stem, norm, activation), classes)
+    return layers.network("revnet101", revnet_body(101, width, stem, norm, activation), classes)
 
 
 def revnet_body(
-    repeats: Sequence[int],
-    expansion: int,
-    width: Positive = 1.0,
-    stem: str = "auto",
-    norm: str = "batchnorm",
-    activation: str | None = None,
-    downsampling: str = "projection",
+    depth: int, width: float, stem: str, norm: str, activation: str | None = None, downsampling: str = "projection"
 ) -> layers.Body:
-    """Build a RevNet of any depth without its head: the stem, and ``sum(repeats)`` residual blocks in four groups.
-
-    Args:
-        repeats: Number of residual blocks in each group.
-        expansion: 1 for basic blocks, 4 for bottlenecks.
-        width, stem, norm, activation: As for :func:`revnet18`.
-        downsampling: As for :func:`revnet50`.
-
-    Raises:
-        ConfigError: If an argument is out of range.
-    """
+    """Build a RevNet of 18, 34, 50 or 101 layers without its head. Other arguments and errors as for :func:`revnet50`."""
     require(downsampling in DOWNSAMPLINGS, "model.downsampling", alternatives(DOWNSAMPLINGS), downsampling)
+    repeats, expansion = layers.DEPTHS[depth]
     style = layers.Style.chosen(norm, activation)
     rows = layers.residuals(repeats, layers.scaled(layers.CHANNELS, width), expansion)
     start = layers.stem_builder(stem, rows[0].in_channels, style, "channels")
