@@ -43,7 +43,8 @@ def stack(batch: Mapping[str, Tensor], fields: Sequence[str] = FIELDS[:1], size:
         got = f"one with {name}" if name in batch else f"one without {name}"
         require((name in batch) == (name in fields), "batch", f"one with {alternatives(fields)} (fields)", got, DataError)
     ids = torch.as_tensor(batch[FIELDS[0]])
-    require(not ids.is_floating_point(), "batch", f"integers as {FIELDS[0]}", str(ids.dtype), DataError)
+    fits = not ids.is_floating_point() and ids.dim() == 2
+    require(fits, "batch", f"integers (B, T) as {FIELDS[0]}", f"{ids.dtype}{[*ids.shape]}", DataError)
     rows = torch.stack([torch.as_tensor(batch[name]).long() for name in fields], dim=1)
     if "position_ids" in fields:
         found = rows[:, fields.index("position_ids")]
@@ -64,8 +65,8 @@ def next_tokens(labels: Tensor, size: int | None = None) -> Tensor:
         labels: Labels (B, T) as ``transformers`` has them: those of the tokens themselves, -100 where nothing is to be predicted.
         size: As for :func:`stack`.
     """
-    missing = 1 if size is None else size + 1 - labels.shape[1]
-    return F.pad(labels[:, 1:], (0, missing), value=IGNORED).flatten()
+    require(labels.dim() == 2, "labels", "labels (B, T)", f"a tensor of {labels.dim()} dimensions", DataError)
+    return F.pad(labels[:, 1:], (0, (size or labels.shape[1]) + 1 - labels.shape[1]), value=IGNORED).flatten()
 
 
 def context_of(rows: Mapping[str, Tensor], delimiter: int | None) -> Tensor | None:

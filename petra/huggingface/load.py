@@ -50,8 +50,7 @@ def huggingface(
     """
     model = loaded(path)
     most = getattr(model.config, "max_position_embeddings", size)
-    got = f"{path} ({type(model).__name__})"
-    require(hasattr(model, "lm_head"), "model.path", "the checkpoint of a causal language model", got, ModelError)
+    require(hasattr(model, "lm_head"), "model.path", "a causal language model", f"{path} ({type(model).__name__})", ModelError)
     known = model.config.vocab_size
     require(classes <= known, "data.classes", f"at most {known}, the tokens of {path}", classes)
     require(size <= most, "data.size", f"at most {most}, the positions of {path}", size)
@@ -126,8 +125,7 @@ def loaded(path: str | os.PathLike[str]) -> Any:
     require(present, str(path), "the folder of a checkpoint (hf download NAME --local-dir FOLDER)", "no config.json")
     with quiet(path):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    code = getattr(config, "auto_map", None)
-    require(not code, str(path), "a model that is part of transformers (trust_remote_code is refused)", "code of its own")
+    require(not getattr(config, "auto_map", None), str(path), "a model of transformers (no trust_remote_code)", "code of its own")
     name = next(iter(config.architectures or ()), "none")
     kind: Any = getattr(transformers, name, None)
     require(kind is not None, f"{path}, architectures", f"a class of transformers, such as {', '.join(DECODERS)}", name)
@@ -165,6 +163,7 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
     untie(model)
     blocks, given = split(model, FIELDS[:1], None), {key.partition(".")[0] for key in state}
     require(given == blocks.keys(), "state", f"weights of the blocks {', '.join(blocks)}", ", ".join(sorted(given)), ModelError)
+    require(not any(bool(t.isnan().any()) for t in state.values()), "state", "numbers", "NaN", ModelError)
     for name, block in blocks.items():
         own = {key.removeprefix(f"{name}."): t for key, t in state.items() if key.startswith(f"{name}.")}
         own = {key.removeprefix("f.").removeprefix("block."): t for key, t in own.items()}  # of a coupling

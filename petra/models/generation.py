@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from petra.errors import ModelError, invalid, require
+from petra.errors import ModelError, check_types, invalid, require
 from petra.models.attention import Attention, KeyValueCache
 
 TEMPERATURES = (1e-100, 1e100)
@@ -31,17 +31,15 @@ class Sampling:
         ConfigError: If a value is out of range.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
+    temperature: Annotated[float, ">= 0"] = 1.0
+    top_k: Annotated[int | None, ">= 1"] = None
+    top_p: Annotated[float, "> 0 and <= 1"] = 1.0
 
     def __post_init__(self) -> None:
-        require(self.temperature >= 0, "temperature", "a number >= 0", self.temperature)
+        check_types(self)
         low, high = TEMPERATURES
         fits = self.temperature == 0 or low <= self.temperature <= high
         require(fits, "temperature", f"0 for the most probable token, or a number from {low:g} to {high:g}", self.temperature)
-        require(self.top_k is None or self.top_k >= 1, "top_k", "an integer >= 1", self.top_k)
-        require(0 < self.top_p <= 1, "top_p", "a number > 0 and <= 1", self.top_p)
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """Return a token, drawn from logits (classes,).

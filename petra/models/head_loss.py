@@ -83,7 +83,7 @@ class LinearCrossEntropy:
     """
 
     outputs: ClassVar[tuple[int, ...]] = (2, 3)
-    label_smoothing: Annotated[float, ">= 0", "<= 1"] = 0.0
+    label_smoothing: Annotated[float, ">= 0 and <= 1"] = 0.0
     rows: Annotated[int, ">= 1"] = 64
     dtype: torch.dtype | None = None
 

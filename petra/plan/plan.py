@@ -200,8 +200,8 @@ def _check_exact(layout: Layout, numerics: Numerics) -> None:
 
 def _check_types(model: object, inputs: object, k: object) -> None:
     require(isinstance(model, Model), "model", "a petra.Model (Model.of makes one from modules)", type(model).__name__)
-    expected = "a petra.TensorSpec, such as TensorSpec((8, 3, 32, 32), torch.float32)"
-    require(isinstance(inputs, TensorSpec), "inputs", expected, inputs)
+    expected = "a petra.TensorSpec without a dimension of 0, such as TensorSpec((8, 3, 32, 32), torch.float32)"
+    require(isinstance(inputs, TensorSpec) and 0 not in inputs.shape, "inputs", expected, inputs)
     require(is_integer(k) and k >= 1, "k", "an integer >= 1", repr(k))  # type: ignore[operator]
 
 

@@ -81,7 +81,7 @@ ONES = torch.ones(2, 4, dtype=torch.int64)
 test_models_that_do_not_fit = refuses(
     load,
     (mkdtemp, "expected the folder of a checkpoint .*, got no config.json$"),
-    (partial(folder_with, auto_map=OWN), r"transformers \(trust_remote_code is refused\), got code of its own$"),
+    (partial(folder_with, auto_map=OWN), r"a model of transformers \(no trust_remote_code\), got code of its own$"),
     (partial(folder_with, quantization_config=BITS), "the folder of a checkpoint of transformers, got .* requires bitsandbytes"),
     (lambda: tiny(LLAMA).model, "^model: expected one of the classes LlamaForCausalLM, .* or ViT.*, got LlamaModel$"),
     (merged, r"^model: expected adapters that are trained \(unmerge_adapter\), got merged ones$"),
@@ -96,6 +96,7 @@ test_batches_that_do_not_fit = refuses(
     ({IDS: ONES, MASK: ONES}, r"^batch: expected one with input_ids \(fields\), got one with attention_mask$"),
     ({IDS: ONES, POSITIONS: ONES}, (IDS, POSITIONS), "^position_ids: expected 0, 1, 2, … with a restart at 0 .*, got others$"),
     ({IDS: ONES, MASK: ONES * -10_000}, (IDS, MASK), "^attention_mask: expected 0 for padding and 1 for tokens, got others$"),
+    ({IDS: ONES[0]}, r"^batch: expected integers \(B, T\) as input_ids, got torch.int64\[4\]$"),
     ({IDS: ONES}, (IDS,), 3, "^batch: expected rows of at most 3 tokens, got 4$"),
     kind=DataError,
 )

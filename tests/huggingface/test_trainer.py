@@ -153,7 +153,7 @@ def test_what_cannot_be_mapped_is_refused_by_name(
         (lambda row: row, {"max_length": 8}, "max_length: expected at least 12, the tokens of a row, got 8"),
         (lambda row: row, {"max_length": 0}, "max_length: expected at least 12, the tokens of a row, got 0"),
         (lambda row: {"input_ids": row["input_ids"]}, {}, "batch: expected input_ids, .* and labels, got input_ids"),
-        (lambda row: {**row, "input_ids": row["input_ids"] / 2}, {}, "batch: expected integers as input_ids, got torch.float32"),
+        (lambda row: {**row, "input_ids": row["input_ids"] / 2}, {}, "batch: expected integers .* as input_ids, got torch"),
         (lambda row: row, {"data_collator": list}, "batch: expected input_ids, .*, got list"),
     ):
         with pytest.raises(DataError, match=found):

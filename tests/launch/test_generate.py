@@ -111,6 +111,7 @@ def test_a_sample_that_fails_in_the_first_process_ends_all(monkeypatch: pytest.M
     ("words", "message"),
     [
         (["--tokens=0"], "--tokens: expected an integer >= 1, got 0"),
+        (["--top-k=0"], "top_k: expected null or an integer >= 1, got 0"),
         (["--temperature=1e-310"], "temperature: expected 0 for .* token, or a number from 1e-100 to .*, got 1e-310"),
         (["--prompt=a\udcff"], "--prompt: expected text in UTF-8, got 'a.udcff'"),
         (["--vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),

@@ -73,5 +73,6 @@ def test_heads_and_losses_that_do_not_fit_are_refused() -> None:
         make_pipeline(plain, spec, optimizer=sgd, loss=LinearCrossEntropy(), metrics={})
     with pytest.raises(ModelError, match="outputs of block head: expected 1 for accuracy, got 3"):
         make_pipeline(without_logits(whole), spec, optimizer=sgd, loss=LinearCrossEntropy())
-    with pytest.raises(ConfigError, match="rows: expected an integer >= 1, got 0"):
-        LinearCrossEntropy(rows=0)
+    for wrong, message in ({"rows": 0}, "rows: .*>= 1, got 0"), ({"label_smoothing": 2.0}, "smoothing: .* <= 1, got 2.0"):
+        with pytest.raises(ConfigError, match=message):
+            LinearCrossEntropy(**wrong)
