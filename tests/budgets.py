@@ -34,7 +34,7 @@ ROOMS = {
     ("petra/staleness",): Budget(434, 434),
     ("petra/training",): Budget(1_729, 1_729),
     ("petra/data",): Budget(1_902, 1_902),
-    ("petra/models",): Budget(1_529, 1_529),
+    ("petra/models",): Budget(1_527, 1_527),
     ("petra/inplace_abn",): Budget(1_654, 1_654),
     ("petra/elastic", "launch/elastic"): Budget(975, 975),
     ("petra/huggingface",): Budget(1_308, 1_308),
@@ -48,13 +48,13 @@ ROOMS = {
     ("launch/doctor", "launch/selftest"): Budget(930, 930),
     ("launch/bench",): Budget(743, 743),
     ("reproduction",): Budget(2_216, 2_201),
-    ("benchmarks",): Budget(3_115, 3_115),
+    ("benchmarks",): Budget(3_118, 3_118),
     ("examples",): Budget(882, 882),
     ("tests", "stress"): Budget(17_112, 15_768),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_004, 26_004)
+BOTH = Budget(26_002, 26_002)
 """petra and launch together: 23,000, and what was added since (docs/design.md). The rooms add up to more: not each is full."""
 CORE = Budget(5_997, 5_997)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
