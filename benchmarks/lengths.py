@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from benchmarks.report import alternate, benchmark_parser, machine, ratios, save, spreads, table
+from benchmarks.two_stages import Zeros
 from examples.remedies.lengths import Lengths
 from petra import Pipeline, Recipe, TensorSpec
 from petra.models import revgpt
@@ -35,14 +36,6 @@ revgpt_1m = partial(
 )
 
 
-class Zeros:
-    """Microbatches of zeros."""
-
-    def __init__(self, tokens: int) -> None:
-        self.inputs = lambda m: torch.zeros(1, tokens, dtype=torch.int64)
-        self.targets = lambda m: torch.zeros(tokens, dtype=torch.int64)
-
-
 class Contestant:
     """Trains four stages. Each call trains on 32,768 tokens and returns the seconds."""
 
@@ -51,7 +44,7 @@ class Contestant:
         recipe = Recipe(OPTIMIZERS["adamw"], lambda t: 1e-4, remedies=remedies)
         inputs = TensorSpec((1, tokens), torch.int64)
         self._pipeline = Pipeline(revgpt_1m(size=tokens), inputs, recipe, stages=4, k=16)
-        self._data, self._microbatches = Zeros(tokens), 2**15 // tokens
+        self._data, self._microbatches = Zeros(inputs), 2**15 // tokens
 
     def __call__(self) -> float:
         start = time.process_time()

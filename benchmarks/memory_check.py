@@ -13,6 +13,7 @@ import torch
 import torch._dynamo  # torch imports it (70 MB) when the first optimizer is made
 
 from benchmarks.report import in_processes, machine, peak_mib
+from benchmarks.two_stages import Zeros
 from petra import Numerics, Pipeline, Recipe, TensorSpec, UpdateRules
 from petra.cost_model.memory import predict_memory
 from petra.cost_model.stage_memory import LiveBytes
@@ -24,21 +25,13 @@ SIZES = {15: (1_024, 384, 8, 6), 135: (8_192, 640, 24, 10)}
 """Tokens of the vocabulary, width, layers and heads of each number of millions of parameters."""
 
 
-class Zeros:
-    """Microbatches of zeros."""
-
-    def __init__(self, tokens: int) -> None:
-        self.inputs = lambda m: torch.zeros(2, tokens, dtype=torch.int64)
-        self.targets = lambda m: torch.zeros(2 * tokens, dtype=torch.int64)
-
-
 def measured(rank: int, size: int, tokens: int, weights: Literal["float32", "bf16"]) -> tuple[float, float, float]:
     """Return the MB of this process: predicted, live, resident."""
     model, inputs = revgpt(*SIZES[size], size=tokens), TensorSpec((2, tokens), torch.int64)
     recipe = Recipe(OPTIMIZERS["adamw"], lambda t: 1e-4, rules=UpdateRules(shard=True, weights=weights))
     numerics = Numerics(autocast=torch.bfloat16 if weights == "bf16" else None)
     with LiveBytes() as live:
-        resident = peak_mib(lambda: Pipeline(model, inputs, recipe, stages=2, dp=2, k=2, numerics=numerics).train(Zeros(tokens), 8))
+        resident = peak_mib(lambda: Pipeline(model, inputs, recipe, stages=2, dp=2, k=2, numerics=numerics).train(Zeros(inputs), 8))
     plan = make_plan(model, inputs, method="petra", stages=2, processes=4, dp=2, k=2, numerics=numerics)
     memory = predict_memory(plan, recipe, TensorSpec((tokens,), torch.int64))[plan.layout.locate(rank)[1]]
     return memory.tensors / 1e6, live.most / 1e6, resident * 2**20 / 1e6

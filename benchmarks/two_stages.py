@@ -51,6 +51,15 @@ class Head(nn.Module):
         return self.linear(torch.cat([x1, x2], 1).mean((2, 3)))
 
 
+class Zeros:
+    """Microbatches of tokens 0, of one form."""
+
+    def __init__(self, form: TensorSpec) -> None:
+        rows, tokens = form.shape
+        self.inputs = lambda m: torch.zeros(rows, tokens, dtype=form.dtype)
+        self.targets = lambda m: torch.zeros(rows * tokens, dtype=form.dtype)
+
+
 class Noise:
     """One microbatch of noise, repeated.
 

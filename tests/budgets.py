@@ -48,7 +48,7 @@ ROOMS = {
     ("launch/doctor", "launch/selftest"): Budget(930, 930),
     ("launch/bench",): Budget(743, 743),
     ("reproduction",): Budget(2_216, 2_201),
-    ("benchmarks",): Budget(3_118, 3_118),
+    ("benchmarks",): Budget(3_113, 3_113),
     ("examples",): Budget(882, 882),
     ("tests", "stress"): Budget(17_112, 15_768),
     ("docs",): Budget(365, 365),
