@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TypeVar
 
 from torch import Tensor, nn
 
+from petra.errors import require
 from petra.specs import Message, Streams
 
 H = TypeVar("H", bound="Hook")
@@ -91,6 +93,19 @@ class Hook:
 
 class Hooks(list[Hook]):
     """The hooks attached to a pipeline, in the order in which they are called. Append one to attach it for good."""
+
+    def append(self, hook: Hook) -> None:
+        """Attach a hook for good.
+
+        Raises:
+            ConfigError: If it is no hook, or has a method whose name is almost that of an event, and which is never called.
+        """
+        require(isinstance(hook, Hook), "hook", "an object of a subclass of petra.Hook", repr(hook))
+        events = [name for name in vars(Hook) if not name.startswith("_")]
+        for name in vars(type(hook)).keys() - vars(Hook).keys():
+            near = get_close_matches(name, events, 1, 0.9)
+            require(not near, type(hook).__name__, f"the event {''.join(near)}", name)
+        super().append(hook)
 
     def calls(self, event: str) -> list[Callable[..., None]]:
         """Return the methods to call at an event: those of the hooks that override it. None for an empty name."""

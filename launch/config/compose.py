@@ -61,6 +61,8 @@ def command_line_configs(*, required: bool = False) -> list[Config]:
     """
     expected = "arguments such as experiment=demo (about a minute), or trainer.epochs=300 for the defaults; --help lists all"
     require(not required or len(sys.argv) > 1, "command line", expected, "none")
+    # Options of Hydra may stand between overrides. Its parser accepts them only after all of them.
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))
     register()
     configs: list[DictConfig] = []
     # Without HYDRA_FULL_ERROR, Hydra prints its errors itself, in several lines.

@@ -127,10 +127,11 @@ def imported(key: str, target: str) -> Callable[..., Any]:
     """
     module, _, name = target.rpartition(".")
     if (folder := str(Path.cwd())) not in sys.path:  # a console script doesn't search the working directory
-        sys.path.insert(0, folder)
+        sys.path.append(folder)  # not first: its files may have the names of installed packages
+    require(bool(module), key, "module.function", target or "nothing")
     try:
         function: Any = getattr(import_module(module), name, None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{key}: {module} can't be imported ({type(error).__name__}: {first_line(error)})") from error
     require(callable(function), key, f"a function of {module}", name)
     result: Callable[..., Any] = function

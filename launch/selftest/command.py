@@ -78,7 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", metavar="TEXT", help="only parts with this text in their names")
     parser.add_argument("--trials", type=Path, help="file with the parts to run in these processes")
     given = parser.parse_args(arguments)
-    require(given.minutes > 0, "--minutes", "a number > 0", given.minutes)
+    for name in ("minutes", "timeout"):
+        require(getattr(given, name) > 0, f"--{name}", "a number > 0", getattr(given, name))
     if given.trials is not None:
         run_here([Trial(*row) for row in json.loads(given.trials.read_text())], given.timeout, given.trials.parent)
         return

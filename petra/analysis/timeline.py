@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import inf, isfinite
 from pathlib import Path
 
 from petra.analysis.plots import PASSES, save, timeline
 from petra.diagnostics.events import Interval, Kind
-from petra.errors import DataError, first_line
+from petra.errors import DataError, first_line, require
 
 
 def write_trace(intervals: Sequence[Interval], path: Path, processes: Sequence[Sequence[int]] = ()) -> None:
@@ -57,6 +58,7 @@ def read_trace(path: Path) -> tuple[list[Interval], list[list[int]]]:
             start = event["ts"] / 1e6
             processes.setdefault(event["pid"], set()).add(event["tid"])
             stop = start + event["dur"] / 1e6
+            require(isfinite(start) and start <= stop < inf, str(path), "times that are numbers", f"{start} to {stop}", DataError)
             intervals.append(Interval(event["tid"], Kind(event["cat"]), event["args"]["microbatch"], start, stop))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: can't be read as a trace ({type(error).__name__}: {first_line(error)})") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -10,6 +11,7 @@ from torch import Generator, Tensor
 
 from petra.data.preparation import Preparation
 
+log = logging.getLogger(__name__)
 Reader = Callable[[Tensor, int | None], Tensor]
 """Map from sample indices (B,) and a seed to a tensor of the samples. The seed determines the augmentation; None disables it. It is
 the seed of an epoch or of a microbatch, see :attr:`Split.epoch_seed`."""
@@ -83,6 +85,10 @@ class Dataset:
     vocabulary: str | None = None
     preparation: Preparation | None = None
     contents: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.train is self.test:
+            log.warning("data: %s is tested on its training samples", self.name)
 
     def part(self, *, inputs: bool = False, targets: bool = False) -> Dataset:
         """Return the data set with the selected readers only.

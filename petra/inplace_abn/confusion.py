@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import require_classes
+from petra.errors import Count, check_types
 from petra.specs import IGNORED
 
 
@@ -18,9 +19,15 @@ class ConfusionMatrix:
 
     Attributes:
         classes: Number of classes C.
+
+    Raises:
+        ConfigError: If it is no integer >= 1.
     """
 
-    classes: int
+    classes: Count
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @property
     def size(self) -> int:

@@ -29,9 +29,11 @@ def test_a_trace_is_read_back(tmp_path: Path) -> None:
     assert processes == [[0], [1, 2, 3]]
     assert [(i.stage, i.kind, i.microbatch) for i in found] == [(i.stage, i.kind, i.microbatch) for i in intervals]
     assert [i.stop for i in found] == pytest.approx([i.stop for i in intervals])
-    (tmp_path / "trace.json").write_text('{"traceEvents": [{"ph": "X"}]}')
-    with pytest.raises(DataError, match=r"trace.json: can't be read as a trace \(KeyError"):
-        read_trace(tmp_path / "trace.json")
+    late = '{"ph": "X", "ts": 0, "dur": -1, "pid": 0, "tid": 0, "cat": "F", "args": {"microbatch": 0}}'
+    for event, message in (('{"ph": "X"}', r"can't be read as a trace \(KeyError"), (late, "expected times that are numbers")):
+        (tmp_path / "trace.json").write_text(f'{{"traceEvents": [{event}]}}')
+        with pytest.raises(DataError, match=f"trace.json: {message}"):
+            read_trace(tmp_path / "trace.json")
 
 
 def test_pictures_of_a_page_take_its_colours_and_need_nothing_else() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from petra.data import EvalSource, Split, TrainSource, from_dataset
+from petra.data import Dataset, EvalSource, Split, TrainSource, from_dataset
 from petra.engine.metrics import count_targets
 from petra.errors import ConfigError, DataError
 from petra.specs import IGNORED
@@ -130,6 +130,12 @@ def test_samples_that_cannot_be_read_are_named() -> None:
             EvalSource(split, 4, workers=workers).inputs(1)
     with pytest.raises(DataError, match=r"collate: failed for samples 8, 9, 10, 11 \(RuntimeError: stack expects each tensor"):
         EvalSource(split, 4).inputs(2)
+
+
+def test_a_part_that_is_both_trained_on_and_tested_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    split = from_dataset(Rows())
+    Dataset("rows", 3, 3, split, split)
+    assert caplog.messages == ["data: rows is tested on its training samples"]
 
 
 def test_targets_of_other_forms() -> None:

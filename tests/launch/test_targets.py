@@ -131,6 +131,7 @@ def test_an_own_data_set_is_loaded_once(folder: Path, monkeypatch: pytest.Monkey
     setup = set_up(compose_overrides([*OWN, *SMALL, "data._target_=counted.rows"]), ALONE)
     setup.data()
     assert sys.modules.pop("counted").calls == [8]
+    assert sys.path[-1] == str(folder), "a file of the user's must not replace an installed package"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,7 @@ def test_an_own_data_set_is_loaded_once(folder: Path, monkeypatch: pytest.Monkey
         (["model._target_=none_such.build"], r"model\._target_: none_such can't be imported \(ModuleNotFoundError: No module"),
         (["model._target_=mine.rows"], "model._target_: expected a function that returns a petra.model.Model, got mine.rows"),
         (["data._target_=broken_module.rows"], r"data\._target_: broken_module can't be imported \(ZeroDivisionError: division by"),
+        (["data._target_=leaves.rows"], r"data\._target_: leaves can't be imported \(SystemExit: 0\)"),
         (["data.classes=4"], r"data\.classes: expected 3 for rows, got 4"),
         (["model.width=0.5"], r"model\.width: expected null for mine\.network, which has the options depth, got 0\.5"),
         (["model._target_=mine:network"], "model._target_: expected .* or module.function of your own, got mine:network"),
@@ -146,5 +148,6 @@ def test_an_own_data_set_is_loaded_once(folder: Path, monkeypatch: pytest.Monkey
 )
 def test_errors_of_own_functions_are_one_line(overrides: list[str], message: str, folder: Path) -> None:
     (folder / "broken_module.py").write_text("1 / 0")
+    (folder / "leaves.py").write_text("raise SystemExit(0)")
     with pytest.raises(ConfigError, match=message):
         set_up(compose_overrides([*OWN, *SMALL, *overrides]), ALONE)

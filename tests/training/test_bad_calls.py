@@ -15,10 +15,12 @@ from launch.run.folder import CONFIG, FORMAT, METRICS, SUMMARY, epochs_in, summa
 from launch.run.weights import SavedWeights
 from petra import Model, PetraError, Pipeline, Recipe
 from petra.data import EvalSource, TrainSource, load_dataset
+from petra.hooks import Hook
+from petra.inplace_abn import ConfusionMatrix
 from petra.reversible import Coupling
 from petra.training import Checkpoints, MultiStep, Trainer, export, load, newest, restore
 from petra.training.loggers import WandbLogger
-from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd
+from tests.support.nets import RandomSource, hook, make_pipeline, mixed_net, sgd
 
 
 def build(seed: int = 0) -> Pipeline:
@@ -104,6 +106,12 @@ def test_an_evaluation_without_targets_or_a_finite_loss_is_a_warning(
         (lambda path: run(optimizer=lambda m: torch.optim.SGD([*m.parameters()][:1], 0.1)), "optimizer: expected one of all"),
         (lambda path: run(metrics={"loss": lambda y, t: y.sum()}), "metrics: expected functions .*, none of them loss"),
         *((lambda path, s=seed: run(seed=s), r"seed: expected an integer >= 0 and < 2\^63") for seed in (-1, 2**70)),
+        (lambda path: ConfusionMatrix(0), "classes: expected an integer >= 1, got 0"),
+        (lambda path: build().hooks.append(Hook), "hook: expected an object of a subclass of petra.Hook, got <class"),  # type: ignore[arg-type]
+        (
+            lambda path: build().hooks.append(hook(forward_beginn=print)),
+            "Functions: expected the event forward_begin",
+        ),
         (lambda path: Checkpoints(path, every=0), r"checkpoint\.every: expected None or an integer >= 1, got 0"),
         (lambda path: Checkpoints(path).save(build(), {"a": object()}), "cannot be written .*not JSON serializable"),
         (lambda path: trainer().fit(-1), "epochs: expected an integer >= 0, got -1"),
