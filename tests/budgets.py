@@ -32,14 +32,14 @@ ROOMS = {
     ("petra/engine",): Budget(1_918, 1_918),
     ("petra/engine/options",): Budget(2_285, 2_285),
     ("petra/staleness",): Budget(434, 434),
-    ("petra/training",): Budget(1_729, 1_729),
+    ("petra/training",): Budget(1_736, 1_736),
     ("petra/data",): Budget(1_908, 1_908),
     ("petra/models",): Budget(1_527, 1_527),
     ("petra/inplace_abn",): Budget(1_661, 1_661),
     ("petra/elastic", "launch/elastic"): Budget(975, 975),
     ("petra/huggingface",): Budget(1_308, 1_308),
     ("petra/diagnostics",): Budget(697, 697),
-    ("petra/cost_model",): Budget(1_521, 1_521),
+    ("petra/cost_model",): Budget(1_528, 1_528),
     ("petra/analysis",): Budget(352, 352),
     ("launch/*.py", "launch/templates"): Budget(914, 914),
     ("launch/config",): Budget(768, 768),
@@ -50,12 +50,12 @@ ROOMS = {
     ("reproduction",): Budget(2_216, 2_216),
     ("benchmarks",): Budget(3_113, 3_113),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_131, 17_464),
+    ("tests", "stress"): Budget(17_148, 17_450),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_036, 26_036)
-"""petra and launch together: 23,000 after the rebuild, 2,500 that were reserved, and 536 that the tests have given up (docs/design.md)."""
+BOTH = Budget(26_050, 26_050)
+"""petra and launch together: 23,000, 2,500 that were reserved, and what the tests have given up (docs/design.md)."""
 CORE = Budget(6_012, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""
 CORE_ROOMS = ("petra/*.py", "petra/reversible", "petra/plan", "petra/transport")

@@ -20,10 +20,17 @@ class Link:
     Attributes:
         bandwidth: Bytes per second.
         latency: Seconds until the first byte arrives.
+
+    Raises:
+        ConfigError: If the bandwidth is not above 0, or the latency is below.
     """
 
     bandwidth: float = float("inf")
     latency: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(self.bandwidth > 0, "bandwidth", "a number > 0", self.bandwidth)
+        require(self.latency >= 0, "latency", "a number >= 0", self.latency)
 
 
 INSTANT = Link()

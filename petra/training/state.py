@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from petra.engine.options.optimizer_state import Kinds
 from petra.engine.options.state import kinds_of, load_kinds, numbers_of
-from petra.errors import DataError, invalid
+from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.weight_files import State, load_into, read_tensors
 
@@ -73,7 +73,12 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
                 _read_block(module, blocks[block], kinds, numbers)
             except KeyError as error:
                 raise DataError(f"{source}: block {block} does not fit (no {error.args[0]})") from error
-        load_kinds(worker, kinds if pipeline.replicas is None else pipeline.replicas.own(kinds), numbers, clock)
+        expected, done = f"{clock // pipeline.plan.k} updates after {clock} microbatches, with k={pipeline.plan.k}", numbers["done"]
+        require(done == clock // pipeline.plan.k, source, expected, f"{done:.0f}", DataError)
+        try:
+            load_kinds(worker, kinds if pipeline.replicas is None else pipeline.replicas.own(kinds), numbers, clock)
+        except KeyError as error:
+            raise DataError(f"{source}: expected the state of this optimizer, got none of {error.args[0]}") from error
         if pipeline.replicas is not None:
             pipeline.replicas.restored(worker)
     pipeline.microbatches_done = clock

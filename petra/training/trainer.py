@@ -120,9 +120,11 @@ class Trainer:
         """
         try:
             self.history, self._seconds = [dict(row) for row in state["history"]], float(state["seconds"])
-            self._sums = [float(n) for n in state["sums"]]
+            self._sums, epoch = [float(n) for n in state["sums"]], state["epoch"]
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"checkpoint: its facts hold no valid state of the trainer ({first_line(error)})") from error
+        expected = f"data with {epoch} microbatches in an epoch"
+        require(epoch == self.microbatches, "checkpoint", expected, self.microbatches, DataError)
         for watcher in self.watchers:
             watcher.resume(state, self.pipeline.microbatches_done)
 

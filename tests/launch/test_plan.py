@@ -43,7 +43,7 @@ def test_a_file_of_machines(tmp_path: Path) -> None:
     path.write_text(FILE)
     found = read_machines(str(path))
     assert found.devices == (Device(1.0, 80e9), Device(1.0, 80e9), Device(0.5, 40e9))
-    assert found.connections == (Connection(Link(12e9, pytest.approx(20e-6)), Link(10e9, 0.0)),) * 2  # type: ignore[arg-type]
+    assert found.connections == (Connection(Link(12e9, 1e-6 * 20), Link(10e9, 0.0)),) * 2
     again = str(tmp_path / "again.json")
     write_machines(again, found)
     assert read_machines(again).devices == found.devices

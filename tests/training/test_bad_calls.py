@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from launch.run.folder import CONFIG, FORMAT, METRICS, SUMMARY, epochs_in, summary_in
 from launch.run.weights import SavedWeights
 from petra import Model, PetraError, Pipeline, Recipe
+from petra.cost_model.machines import Link
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.hooks import Hook
 from petra.inplace_abn import ConfusionMatrix
 from petra.reversible import Coupling
 from petra.training import Checkpoints, MultiStep, Trainer, export, load, newest, restore
 from petra.training.loggers import WandbLogger
-from tests.support.nets import RandomSource, hook, make_pipeline, mixed_net, sgd
+from petra.training.state import load_state, state_of
+from tests.support.nets import RandomSource, hook, make_pipeline, mixed, mixed_net, sgd
 
 
 def build(seed: int = 0) -> Pipeline:
@@ -106,6 +108,8 @@ def test_an_evaluation_without_targets_or_a_finite_loss_is_a_warning(
         (lambda path: run(optimizer=lambda m: torch.optim.SGD([*m.parameters()][:1], 0.1)), "optimizer: expected one of all"),
         (lambda path: run(metrics={"loss": lambda y, t: y.sum()}), "metrics: expected functions .*, none of them loss"),
         *((lambda path, s=seed: run(seed=s), r"seed: expected an integer >= 0 and < 2\^63") for seed in (-1, 2**70)),
+        (lambda path: Link(0.0), "bandwidth: expected a number > 0, got 0.0"),
+        (lambda path: trainer().resume({**trainer().state(), "epoch": 3}), "checkpoint: expected data with 3 microbatches in an"),
         (lambda path: ConfusionMatrix(0), "classes: expected an integer >= 1, got 0"),
         (lambda path: build().hooks.append(Hook), "hook: expected an object of a subclass of petra.Hook, got <class"),  # type: ignore[arg-type]
         (
@@ -122,6 +126,19 @@ def test_arguments(call: Callable[[Path], object], message: str, tmp_path: Path)
     with pytest.raises(PetraError, match=message):
         call(tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_state_for_another_k_or_optimizer_is_refused() -> None:
+    pipeline = mixed(k=2)
+    pipeline.train(RandomSource(), 4)
+    adam = mixed(k=2, optimizer=lambda module: torch.optim.Adam(module.parameters()))
+    messages = {
+        mixed(k=3): "1 updates after 4 microbatches, with k=3, got 2",
+        adam: "the state of this optimizer, got none of step",
+    }
+    for other, message in messages.items():
+        with pytest.raises(PetraError, match=f"saved: expected {message}"):
+            load_state(other, state_of(pipeline), 4, "saved")
 
 
 def test_the_name_of_a_checkpoint_is_its_clock_and_a_score_is_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
