@@ -43,18 +43,18 @@ ROOMS = {
     ("petra/analysis",): Budget(352, 352),
     ("launch/*.py", "launch/templates"): Budget(914, 914),
     ("launch/config",): Budget(768, 768),
-    ("launch/run",): Budget(1_843, 1_843),
+    ("launch/run",): Budget(1_844, 1_844),
     ("launch/runtime",): Budget(655, 655),
     ("launch/doctor", "launch/selftest"): Budget(931, 931),
     ("launch/bench",): Budget(743, 743),
     ("reproduction",): Budget(2_216, 2_216),
     ("benchmarks",): Budget(3_113, 3_113),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_148, 17_450),
+    ("tests", "stress"): Budget(17_167, 17_449),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_050, 26_050)
+BOTH = Budget(26_051, 26_051)
 """petra and launch together: 23,000, 2,500 that were reserved, and what the tests have given up (docs/design.md)."""
 CORE = Budget(6_012, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

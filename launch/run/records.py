@@ -175,7 +175,7 @@ def default_folder(config: Config) -> Path:
 
 
 def require_shared(folder: Path, timeout: float, process: Process) -> None:
-    """Check that all ranks see the run's folder, so that no machine has only a part of a checkpoint. Every rank must call this.
+    """Check that all ranks see a folder, so that no machine has only a part of a checkpoint. Every rank must call this.
 
     Args:
         timeout: Seconds that ranks wait for each other.
@@ -186,6 +186,7 @@ def require_shared(folder: Path, timeout: float, process: Process) -> None:
     seen = folder / all_gather_objects(f"seen_by_all_{secrets.token_hex(8)}{PART}")[0]
     with raise_on_all_ranks(), writing(seen):
         if process.first:
+            folder.mkdir(exist_ok=True)
             for stale in folder.glob(f"seen_by_all_*{PART}"):  # of a run that was killed here
                 stale.unlink()
             seen.touch()

@@ -124,7 +124,7 @@ class TrainingRun:
         if self.records is not None:
             print(*_warnings(config, batches, train.vocabulary), self.records.headline(), *loaded, sep="\n", flush=True)
         if config.checkpoint.keep:
-            require_shared(self.folder, config.trainer.timeout, process)
+            require_shared(self.folder / CHECKPOINTS, config.trainer.timeout, process)
         self.checkpoints = Checkpoints(
             self.folder / CHECKPOINTS,
             config.checkpoint.keep,

@@ -18,7 +18,7 @@ from tests.support.refusals import refuses
 
 pytest.importorskip("transformers")
 
-from petra.huggingface import from_pretrained, next_tokens, stack
+from petra.huggingface import from_pretrained, next_tokens, save_pretrained, stack
 from petra.huggingface.load import adapted
 from tests.huggingface.models import LENGTH, VOCABULARY, batch_of, tiny, with_context
 
@@ -100,6 +100,15 @@ test_batches_that_do_not_fit = refuses(
     ({IDS: ONES}, (IDS,), 3, "^batch: expected rows of at most 3 tokens, got 4$"),
     kind=DataError,
 )
+
+
+def test_labels_of_one_dimension_and_weights_that_are_nan_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^labels: expected labels \(B, T\), got a tensor of 1 dimensions"):
+        next_tokens(ONES[0])
+    model = tiny(LLAMA)
+    state = {key: t * float("nan") for key, t in from_pretrained(model).build(0).state_dict().items()}
+    with pytest.raises(PetraError, match=r"^state: expected numbers, got NaN"):
+        save_pretrained(model, state, tmp_path / "new")
 
 
 class Padded:

@@ -51,9 +51,16 @@ def trained(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_resumed_run_removes_what_a_killed_one_left(trained: Path) -> None:
-    (trained / "seen_by_all_0123.part").touch()
-    train("run_dir=first", "resume=auto")
-    assert not [*trained.glob("*.part")]
+    (trained / "checkpoints" / "seen_by_all_0123.part").touch()
+    train(*AGAIN)
+    assert not [*trained.rglob("*.part")]
+
+
+def test_a_link_to_a_disk_that_is_not_there_is_refused_before_training(trained: Path) -> None:
+    shutil.rmtree(trained / "checkpoints")
+    (trained / "checkpoints").symlink_to("nowhere")
+    with pytest.raises(PetraError, match=r"checkpoints/seen_by_all_.* cannot be written \(File exists\)"):
+        train(*AGAIN)
 
 
 def test_runs_that_start_in_the_same_second_have_different_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

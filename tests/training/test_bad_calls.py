@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from launch.run.folder import CONFIG, FORMAT, METRICS, SUMMARY, epochs_in, summary_in
 from launch.run.weights import SavedWeights
-from petra import Model, PetraError, Pipeline, Recipe
+from petra import Model, PetraError, Pipeline, Recipe, TensorSpec, make_plan
 from petra.cost_model.machines import Link
 from petra.data import EvalSource, TrainSource, load_dataset
 from petra.hooks import Hook
 from petra.inplace_abn import ConfusionMatrix
+from petra.models.generation import Sampling
 from petra.reversible import Coupling
 from petra.training import Checkpoints, MultiStep, Trainer, export, load, newest, restore
 from petra.training.loggers import WandbLogger
@@ -108,6 +109,8 @@ def test_an_evaluation_without_targets_or_a_finite_loss_is_a_warning(
         (lambda path: run(optimizer=lambda m: torch.optim.SGD([*m.parameters()][:1], 0.1)), "optimizer: expected one of all"),
         (lambda path: run(metrics={"loss": lambda y, t: y.sum()}), "metrics: expected functions .*, none of them loss"),
         *((lambda path, s=seed: run(seed=s), r"seed: expected an integer >= 0 and < 2\^63") for seed in (-1, 2**70)),
+        (lambda path: make_plan(mixed_net(), TensorSpec((0, 3, 8, 8), torch.float64)), r"inputs: .* without a dimension of 0"),
+        (lambda path: Sampling(top_k=2.5), "top_k: expected null or an integer >= 1, got 2.5"),  # type: ignore[arg-type]
         (lambda path: Link(0.0), "bandwidth: expected a number > 0, got 0.0"),
         (lambda path: trainer().resume({**trainer().state(), "epoch": 3}), "checkpoint: expected data with 3 microbatches in an"),
         (lambda path: ConfusionMatrix(0), "classes: expected an integer >= 1, got 0"),
