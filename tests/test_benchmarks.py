@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fine_tuning, pipelines, reversible_sequence
+from benchmarks import fine_tuning, pipelines, reversible_sequence, vision
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.staleness import __main__ as command
 from benchmarks.staleness import cells, costs, figures, train
@@ -173,3 +173,48 @@ def test_times_to_a_loss_are_those_of_the_records(tmp_path: Path) -> None:
     assert costs.update_seconds(way, 16, float("inf")) == pytest.approx(way.ks[0] * seconds, rel=1e-3)
     curve = [5.0] * costs.SMOOTH + [4.0, 3.0]
     assert costs.updates_until(curve, 4.0) == costs.SMOOTH + 1
+
+
+def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_interrupted_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = load_dataset("synthetic", images=80, size=16, classes=3)
+    chosen = vision.part_of(data.train, 64, 16, augment=False)
+    assert chosen.inputs is not None
+    assert data.train.inputs is not None
+    indices = torch.arange(16)
+    assert torch.equal(chosen.inputs(indices, 5), data.train.inputs(indices + 64, None))
+    sizes = {
+        "WIDTH": 0.0625,
+        "BATCH": 8,
+        "TRAINING": 64,
+        "VALIDATION": 16,
+        "SHORT": 4,
+        "EPOCHS": 4,
+        "RATES": (0.02, 0.1, 0.5),
+        "SEEDS": (0, 1),
+    }
+    for name, value in {**sizes, "load_dataset": lambda name, root: data}.items():
+        monkeypatch.setattr(vision, name, value)
+    whole = vision.run("petra", 0.1, 4, 0, data, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        evaluate = vision.Trainer._evaluate
+        patch.setattr(vision.Trainer, "_evaluate", lambda trainer, epoch: interrupted(evaluate(trainer, epoch)))
+        with pytest.raises(KeyboardInterrupt):
+            vision.run("petra", 0.1, 4, 0, data, tmp_path / "parts")
+    assert vision.run("petra", 0.1, 4, 0, data, tmp_path / "parts")["validation"] == whole["validation"]
+    arguments = ["benchmark", str(tmp_path), "--out", str(tmp_path), "--methods", "petra"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--picture", str(tmp_path / "curves.png")])
+    vision.main()
+    names = {path.name for path in tmp_path.glob("*.json")}
+    assert {"petra__lr0.02_e4_s100.json", "petra__lr0.5_e4_s100.json"} < names
+    assert "| petra | 4.5 | " in capsys.readouterr().out
+    vision.main()
+    assert {path.name for path in tmp_path.glob("*.json")} == names
+
+
+def interrupted(row: dict[str, float]) -> dict[str, float]:
+    """Return the numbers of an epoch, or interrupt the run in the third."""
+    if row["epoch"] == 3:
+        raise KeyboardInterrupt
+    return row

@@ -1,0 +1,175 @@
+"""CIFAR-10 by PETRA and backpropagation under the staleness benchmark's rules: ``python -m benchmarks.vision ROOT --out RECORDS``.
+
+ROOT has cifar-10-batches-py. Quarter-width RevNet-18 in ten stages, computed in bf16, learns from 45,000 images; the other 5,000 of
+the training part choose each method's learning rate, by runs of five epochs, and the test part is read at the end of final runs.
+All methods make the same updates, of four microbatches of 64 images, which are also the batches of batch norm. Runs with the same
+seed begin with the same weights and see the same images in the same order. Each run is written to a file of its own. Runs
+that are there are not repeated, and one that was interrupted continues after its last epoch. Prints the tables, and with
+``--picture`` draws the accuracies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.report import machine
+from benchmarks.staleness.figures import difference
+from petra import METHODS, Numerics, Pipeline, Recipe, TensorSpec
+from petra.analysis.plots import Panel, grid, save
+from petra.data import Dataset, EvalSource, Split, TrainSource, load_dataset
+from petra.engine.metrics import correct_predictions
+from petra.models import revnet18
+from petra.training import Checkpoints, MultiStep, Trainer, newest, restore, sgd, write_json
+
+METHOD = {
+    "backprop": METHODS["backprop"],
+    "petra, d = 1": replace(METHODS["petra"], delay=1),
+    "petra": METHODS["petra"],
+    "reversible": METHODS["reversible"],
+}
+"""Methods by name. ``reversible`` has one final run, with the rate of ``backprop``: it computes the same gradients."""
+WIDTH, BATCH, K = 0.25, 64, 4
+VALIDATION, TRAINING = 5_000, 45_000
+"""Images, from the end and from the beginning of the training part."""
+SHORT, EPOCHS = 5, 20
+"""Epochs of a run of the search, and of a final run. The rate drops to a tenth after half and after three quarters."""
+RATES = (0.025, 0.05, 0.1, 0.2)
+"""Peak learning rates of the search, which goes on by a factor of 2 while the best rate is at an edge."""
+SEARCH_SEED, SEEDS = 100, (0, 1, 2)
+
+
+def part_of(split: Split, start: int, count: int, *, augment: bool) -> Split:
+    """Return ``count`` samples of a split from ``start`` on."""
+    inputs, targets = split.inputs, split.targets
+    assert inputs is not None
+    assert targets is not None
+    read, classes = inputs, targets
+    return replace(
+        split,
+        count=count,
+        inputs=lambda indices, seed: read(indices + start, seed if augment else None),
+        targets=lambda indices, seed: classes(indices + start, seed),
+    )
+
+
+def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Path) -> dict[str, Any]:
+    """Return the record of a run, which is trained now unless ``out`` has it."""
+    name = f"{method.replace(', d = ', '_d')}__lr{rate:g}_e{epochs}_s{seed}"
+    path = out / f"{name}.json"
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+    source = TrainSource(part_of(data.train, 0, TRAINING, augment=True), BATCH, seed)
+    chosen = EvalSource(part_of(data.train, TRAINING, VALIDATION, augment=False), BATCH)
+    schedule = MultiStep(rate, source.batches_per_epoch, epochs, warmup_epochs=1, milestones=(epochs // 2, epochs * 3 // 4))
+    pipeline = Pipeline(
+        revnet18(data.classes, width=WIDTH),
+        TensorSpec((BATCH, 3, data.size, data.size), torch.float32),
+        Recipe(sgd, schedule, metrics={"accuracy": correct_predictions}, seed=seed),
+        method=METHOD[method],
+        k=K,
+        numerics=Numerics(torch.bfloat16, channels_last=True),
+    )
+    folder = out / f"{name}.checkpoints"
+    trainer = Trainer(pipeline, source, chosen, checkpoints=Checkpoints(folder, keep=1))
+    if (checkpoint := newest(folder)) is not None:
+        trainer.resume(restore(pipeline, checkpoint)["trainer"])
+    rows = trainer.fit(epochs)
+    record = {
+        "method": method,
+        "staleness": pipeline.plan.stages[0].staleness,
+        "rate": rate,
+        "epochs": epochs,
+        "seed": seed,
+        "updates": pipeline.microbatches_done // K,
+        "train_loss": [row["train_loss"] for row in rows],
+        "validation": [row["test_accuracy"] for row in rows],
+        "seconds": round(sum(row["seconds"] for row in rows), 1),
+        "machine": machine(),
+    }
+    if seed != SEARCH_SEED:
+        source_of_test = EvalSource(data, BATCH)
+        record["test"] = pipeline.evaluate(source_of_test, source_of_test.batches).metrics["accuracy"]
+    write_json(path, record)
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"{name}: validation {record['validation'][-1]:.2%}, {record['seconds']} s", flush=True)
+    return record
+
+
+def search(method: str, data: Dataset, out: Path) -> float:
+    """Return the rate that is best on the validation part."""
+    found: dict[float, float] = {}
+    wanted = list(RATES)
+    while wanted:
+        found |= {rate: run(method, rate, SHORT, SEARCH_SEED, data, out)["validation"][-1] for rate in wanted}
+        best = max(found, key=lambda rate: found[rate])
+        beyond = {min(found): min(found) / 2, max(found): max(found) * 2}
+        wanted = [beyond[best]] if best in beyond else []
+    return best
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return Markdown tables of the final runs and of the search."""
+    final = {method: [row for row in found if row["method"] == method and "test" in row] for method in METHOD}
+    accuracies = {method: {row["seed"]: 100 * row["test"] for row in rows} for method, rows in final.items()}
+    lines = ["| method | staleness | rate | seeds | test accuracy (%) | points below backprop |", "|---" * 6 + "|"]
+    for method, rows in final.items():
+        if rows:
+            below = None if method == "backprop" else difference(accuracies["backprop"], accuracies[method])
+            shown = "" if below is None else f"{below[0]:.2f} ± {below[1]:.2f}"
+            mean = statistics.fmean(accuracies[method].values())
+            lines.append(f"| {method} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)} | {mean:.2f} | {shown} |")
+    lines += ["", "| method | rate: validation accuracy (%) after the search's runs |", "|---|---|"]
+    for method in METHOD:
+        tried = {row["rate"]: row["validation"][-1] for row in found if row["method"] == method and "test" not in row}
+        lines.append(f"| {method} | {'; '.join(f'{rate:g}: {100 * tried[rate]:.2f}' for rate in sorted(tried))} |")
+    return "\n".join(lines)
+
+
+def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the mean curves of the final runs."""
+    panels = []
+    for key, label, unit in (("validation", "validation accuracy (%)", 100.0), ("train_loss", "training loss", 1.0)):
+        curves = {method: [row[key] for row in found if row["method"] == method and "test" in row] for method in METHOD}
+        lines = {
+            method: [(epoch, unit * statistics.fmean(values)) for epoch, values in enumerate(zip(*rows, strict=True), 1)]
+            for method, rows in curves.items()
+            if rows
+        }
+        panels.append(Panel("epoch", label, lines))
+    save(grid(panels), path)
+
+
+def main() -> None:
+    """Train what has no record, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("root", type=Path, help="folder that contains cifar-10-batches-py")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--methods", nargs="*", choices=METHOD, default=list(METHOD), help="methods to train; all by default")
+    parser.add_argument("--picture", type=Path, help="file of the picture")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = load_dataset("cifar10", root=options.root) if options.methods else None
+    for method in options.methods:
+        assert data is not None
+        rate = search("backprop" if method == "reversible" else method, data, options.out)
+        for seed in SEEDS[:1] if method == "reversible" else SEEDS:
+            run(method, rate, EPOCHS, seed, data, options.out)
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.out.glob("*.json"))]
+    print(table(found))
+    if options.picture is not None:
+        draw(found, options.picture)
+
+
+if __name__ == "__main__":
+    main()
