@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from benchmarks.report import machine
 from benchmarks.staleness.cells import CLIP, VOCABULARY, WINDOW, WINDOWS, Cell
-from petra import Pipeline, Recipe, TensorSpec, UpdateRules
+from petra import Hook, Pipeline, Recipe, TensorSpec, UpdateRules
 from petra.data import Split, TrainSource, load_dataset
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.weight_drift import WeightDrift, distance
@@ -78,8 +79,8 @@ def run(trial: Trial, data: Path, out: Path) -> dict[str, Any]:
     return read(path)
 
 
-def train(trial: Trial, data: Path) -> dict[str, Any]:
-    """Train, and return the record. A run whose loss is not finite has infinite losses."""
+def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda pipeline: Hook()) -> dict[str, Any]:
+    """Train, and return the record. A run whose loss is not finite has infinite losses. ``observe`` makes one more hook."""
     torch.set_num_threads(1)
     cell, size = trial.cell, WINDOWS // trial.cell.k
     parts = {name: load_dataset("tokens", root=data, size=WINDOW, classes=VOCABULARY, split=name) for name in ("val", "test")}
@@ -106,7 +107,7 @@ def train(trial: Trial, data: Path) -> dict[str, Any]:
 
     begun, failed = time.time(), False
     try:
-        with pipeline.hooks.attached(errors), pipeline.hooks.attached(drift):
+        with pipeline.hooks.attached(errors), pipeline.hooks.attached(drift), pipeline.hooks.attached(observe(pipeline)):
             pipeline.train(source, trial.updates * cell.k, note)
     except NumericsError:
         failed = True

@@ -8,9 +8,10 @@ from torch._subclasses import fake_tensor
 
 from petra import ConfigError, Numerics, Pipeline, TensorSpec, UpdateRules
 from petra.cost_model.memory import PredictedMemory, predict_memory
-from petra.cost_model.stage_memory import LiveBytes
+from petra.cost_model.stage_memory import Known, LiveBytes
 from petra.diagnostics.process_memory import BLOCK, rounded
 from petra.engine.recipe import Recipe
+from petra.model import _profile_block
 from petra.models import MODELS
 from petra.plan import make_plan
 from petra.staleness import remedies
@@ -45,6 +46,17 @@ def test_a_stage_that_fetches_its_input_again_does_not_store_it() -> None:
     """The last microbatch in flight is the input of the forward that has just ended."""
     stored, refetched = (predicted(processes=6, refetch=refetch) for refetch in (False, True))
     assert stored.stored - refetched.stored == 10 * INPUTS.bytes
+
+
+def test_equal_stages_and_blocks_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts the work, not seconds: of 40 layers of a transformer in 40 stages, a few are profiled and counted."""
+    profiled: list[str] = []
+    monkeypatch.setattr("petra.model._profile_block", lambda name, *rest: (profiled.append(name), _profile_block(name, *rest))[1])
+    network, known = MODELS["revgpt"](64, dim=16, depth=40, heads=4, size=16), Known()
+    plan = make_plan(network, TensorSpec((2, 16), torch.int64), k=40, processes=len(network.blocks), device_type="cuda")
+    predict_memory(plan, Recipe(OPTIMIZERS["adamw"], lambda t: 0.1), TensorSpec((32,), torch.int64), known)
+    assert len({*profiled}) == len(profiled) <= 5
+    assert len(known) <= 8
 
 
 def test_an_optimizer_that_reads_values_is_one_line() -> None:

@@ -143,5 +143,10 @@ def test_loss_equals_a_loop() -> None:
         (gradient,) = torch.autograd.grad(found, output)
         trained = (gradient.abs().sum(1) > 0).sum((1, 2))  # only the hardest pixels have a gradient
         assert trained.tolist() == [math.ceil(fraction * n) for n in counted.tolist()]
+    for pixels, fraction, expected in ((25, 0.6, 15), (45, 4 / 15, 12)):  # as products of floating-point numbers, one more
+        scores = torch.randn(1, 3, 1, pixels, dtype=torch.float64, requires_grad=True)
+        loss = bootstrapped_cross_entropy(scores, torch.zeros(1, 1, pixels, dtype=torch.int64), fraction=fraction)
+        (gradient,) = torch.autograd.grad(loss, scores)
+        assert int((gradient.abs().sum(1) > 0).sum()) == expected
     found = bootstrapped_cross_entropy(output, targets, fraction=1.0, label_smoothing=0.1)
     assert torch.allclose(found, F.cross_entropy(output, targets, label_smoothing=0.1), rtol=1e-12)
