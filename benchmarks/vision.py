@@ -49,15 +49,13 @@ SEARCH_SEED, SEEDS = 100, (0, 1, 2)
 
 def part_of(split: Split, start: int, count: int, *, augment: bool) -> Split:
     """Return ``count`` samples of a split from ``start`` on."""
-    inputs, targets = split.inputs, split.targets
-    assert inputs is not None
-    assert targets is not None
-    read, classes = inputs, targets
+    inputs: Any = split.inputs
+    targets: Any = split.targets
     return replace(
         split,
         count=count,
-        inputs=lambda indices, seed: read(indices + start, seed if augment else None),
-        targets=lambda indices, seed: classes(indices + start, seed),
+        inputs=lambda indices, seed: inputs(indices + start, seed if augment else None),
+        targets=lambda indices, seed: targets(indices + start, seed),
     )
 
 

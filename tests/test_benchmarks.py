@@ -179,11 +179,10 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = load_dataset("synthetic", images=80, size=16, classes=3)
-    chosen = vision.part_of(data.train, 64, 16, augment=False)
-    assert chosen.inputs is not None
-    assert data.train.inputs is not None
-    indices = torch.arange(16)
-    assert torch.equal(chosen.inputs(indices, 5), data.train.inputs(indices + 64, None))
+    chosen, whole, indices = vision.part_of(data.train, 64, 16, augment=False).inputs, data.train.inputs, torch.arange(16)
+    assert chosen is not None
+    assert whole is not None
+    assert torch.equal(chosen(indices, 5), whole(indices + 64, None))
     sizes = {
         "WIDTH": 0.0625,
         "BATCH": 8,
@@ -196,13 +195,13 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
     }
     for name, value in {**sizes, "load_dataset": lambda name, root: data}.items():
         monkeypatch.setattr(vision, name, value)
-    whole = vision.run("petra", 0.1, 4, 0, data, tmp_path / "whole")
+    alone = vision.run("petra", 0.1, 4, 0, data, tmp_path / "whole")
     with monkeypatch.context() as patch:
         evaluate = vision.Trainer._evaluate
         patch.setattr(vision.Trainer, "_evaluate", lambda trainer, epoch: interrupted(evaluate(trainer, epoch)))
         with pytest.raises(KeyboardInterrupt):
             vision.run("petra", 0.1, 4, 0, data, tmp_path / "parts")
-    assert vision.run("petra", 0.1, 4, 0, data, tmp_path / "parts")["validation"] == whole["validation"]
+    assert vision.run("petra", 0.1, 4, 0, data, tmp_path / "parts")["validation"] == alone["validation"]
     arguments = ["benchmark", str(tmp_path), "--out", str(tmp_path), "--methods", "petra"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--picture", str(tmp_path / "curves.png")])
     vision.main()
