@@ -157,9 +157,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    data = load_dataset("cifar10", root=options.root) if options.methods else None
+    data: Any = load_dataset("cifar10", root=options.root) if options.methods else None
     for method in options.methods:
-        assert data is not None
         rate = search("backprop" if method == "reversible" else method, data, options.out)
         for seed in SEEDS[:1] if method == "reversible" else SEEDS:
             run(method, rate, EPOCHS, seed, data, options.out)

@@ -43,6 +43,7 @@ def test_a_run_of_one_epoch_leaves_curves_and_a_report(tmp_path: Path, capsys: p
     assert headings(text) == ["run", "Curves", "Stages and staleness", "Timeline", "Gradient quality"]
     assert not re.search(r'(?:href|src)="(?!#)', text), "the page is one file"
     assert "<script" not in text
+    assert not re.search(r"\d,\d{3},\d{3}", text), "FLOPs are short"
     assert f"{epoch['test_accuracy']:.2%}" in text
     (folder / "report.html").unlink()
     capsys.readouterr()
