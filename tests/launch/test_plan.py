@@ -109,7 +109,7 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     assert sum(float(part.split()[1]) for part in parts.split(", ")) == pytest.approx(column, rel=0.01)
 
 
-@pytest.mark.parametrize("word", ["devices=0", "latency=inf", "teraflops=inf", "bandwidth=1e300", "memory=nan"])
+@pytest.mark.parametrize("word", ["devices=0", "latency=inf", "teraflops=-1", "teraflops=inf", "bandwidth=1e300", "memory=nan"])
 def test_numbers_without_a_prediction_are_refused(word: str) -> None:
     name, value = word.split("=")
     error = refused(main, ["--devices", "2", f"--{word}", *SMALL])
