@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.report import machine
+from benchmarks.report import best_rate, machine, show_records
 from benchmarks.staleness.figures import difference
 from petra import Numerics, Pipeline, Recipe, TensorSpec
 from petra.training import Polynomial, write_json
@@ -201,14 +201,7 @@ def train(cell: Cell, rate: float, updates: int, seed: int, tokens: Tensor, mode
 
 def search(cell: Cell, tokens: Tensor, options: argparse.Namespace) -> float:
     """Return the rate that is best on the validation part."""
-    losses: dict[float, float] = {}
-    wanted = list(RATES)
-    while wanted:
-        losses |= {rate: run(cell, rate, SHORT, SEARCH_SEED, tokens, options)["val"][-1][1] for rate in wanted}
-        best = min(losses, key=lambda rate: losses[rate])
-        beyond = {min(losses): min(losses) / 2, max(losses): max(losses) * 2}
-        wanted = [beyond[best]] if best in beyond else []
-    return best
+    return best_rate(RATES, lambda rate: run(cell, rate, SHORT, SEARCH_SEED, tokens, options)["val"][-1][1])
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -286,10 +279,7 @@ def main() -> None:
             rate = search(cell if cell.searched else CELLS[0], tokens, options)
             for seed in cell.seeds:
                 run(cell, rate, UPDATES, seed, tokens, options)
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.out.glob("*.json"))]
-    print(table(found))
-    if options.picture is not None:
-        draw(found, options.picture)
+    show_records(options, table, draw)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,25 @@ def ratios(figures: Mapping[str, Mapping[str, Sequence[float]]], over: str, unde
     return {case: ratio(row[over], row[under]) for case, row in figures.items()}
 
 
+def best_rate(rates: Sequence[float], loss: Callable[[float], float]) -> float:
+    """Return the rate with the smallest loss. While it is at an edge, the search goes on beyond by a factor of 2."""
+    found, wanted = dict[float, float](), list(rates)
+    while wanted:
+        found |= {rate: loss(rate) for rate in wanted}
+        best = min(found, key=lambda rate: found[rate])
+        beyond = {min(found): min(found) / 2, max(found): max(found) * 2}
+        wanted = [beyond[best]] if best in beyond else []
+    return best
+
+
+def show_records(options: argparse.Namespace, table: Callable[..., str], draw: Callable[..., None]) -> None:
+    """Print the table of the records in the folder ``--out``, and draw them if there is a ``--picture``."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.out.glob("*.json"))]
+    print(table(found))
+    if options.picture is not None:
+        draw(found, options.picture)
+
+
 def table(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
     """Return a Markdown table of spreads."""
     lines = [f"| | min {unit} | median {unit} | max {unit} |", "|---|---|---|---|"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import machine
+from benchmarks.report import best_rate, machine, show_records
 from benchmarks.staleness.figures import difference
 from petra import METHODS, Numerics, Pipeline, Recipe, TensorSpec
 from petra.analysis.plots import Panel, grid, save
@@ -105,14 +105,7 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
 
 def search(method: str, data: Dataset, out: Path) -> float:
     """Return the rate that is best on the validation part."""
-    found: dict[float, float] = {}
-    wanted = list(RATES)
-    while wanted:
-        found |= {rate: run(method, rate, SHORT, SEARCH_SEED, data, out)["validation"][-1] for rate in wanted}
-        best = max(found, key=lambda rate: found[rate])
-        beyond = {min(found): min(found) / 2, max(found): max(found) * 2}
-        wanted = [beyond[best]] if best in beyond else []
-    return best
+    return best_rate(RATES, lambda rate: -run(method, rate, SHORT, SEARCH_SEED, data, out)["validation"][-1])
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
@@ -162,10 +155,7 @@ def main() -> None:
         rate = search("backprop" if method == "reversible" else method, data, options.out)
         for seed in SEEDS[:1] if method == "reversible" else SEEDS:
             run(method, rate, EPOCHS, seed, data, options.out)
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.out.glob("*.json"))]
-    print(table(found))
-    if options.picture is not None:
-        draw(found, options.picture)
+    show_records(options, table, draw)
 
 
 if __name__ == "__main__":
