@@ -98,7 +98,7 @@ class Hooks(list[Hook]):
         """Attach a hook for good.
 
         Raises:
-            ConfigError: If it is no hook, or has a method whose name is almost that of an event, and which is never called.
+            ConfigError: If it is no hook, or has a method that would never be called, because its name is almost that of an event.
         """
         require(isinstance(hook, Hook), "hook", "an object of a subclass of petra.Hook", repr(hook))
         events = [name for name in vars(Hook) if not name.startswith("_")]

@@ -1,8 +1,8 @@
 """Where weight prediction acts: ``python -m benchmarks.staleness.cosines TOKENS --out FILE``.
 
 Trains PETRA with Muon at a staleness of 7.5 without a remedy, with weight prediction and with a fitted gain, each at the rate that
-its search chose, and compares the gradients of each stage with those of backpropagation through the whole network at the weights of
-the moment (:class:`petra.diagnostics.gradient_quality.GradientQuality`). Prints the mean cosine over the second half of the run.
+its search chose, and compares the gradients of each stage with those of backpropagation through the whole network at the current
+weights (:class:`petra.diagnostics.gradient_quality.GradientQuality`). Prints the mean cosine over the second half of the run.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def command_line_configs(*, required: bool = False) -> list[Config]:
     """
     expected = "arguments such as experiment=demo (about a minute), or trainer.epochs=300 for the defaults; --help lists all"
     require(not required or len(sys.argv) > 1, "command line", expected, "none")
-    # Options of Hydra may stand between overrides. Its parser accepts them only after all of them.
+    # Hydra's parser accepts its options only before or after all overrides.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))
     register()
     configs: list[DictConfig] = []

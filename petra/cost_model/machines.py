@@ -22,7 +22,7 @@ class Link:
         latency: Seconds until the first byte arrives.
 
     Raises:
-        ConfigError: If the bandwidth is not above 0, or the latency is below.
+        ConfigError: If the bandwidth is not above 0, or the latency is negative.
     """
 
     bandwidth: float = float("inf")
