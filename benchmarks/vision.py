@@ -1,6 +1,6 @@
 """CIFAR-10 by PETRA and backpropagation under the staleness benchmark's rules: ``python -m benchmarks.vision ROOT --out RECORDS``.
 
-ROOT has cifar-10-batches-py. Quarter-width RevNet-18 in ten stages, computed in bf16, learns from 45,000 images; the other 5,000 of
+ROOT has cifar-10-batches-py. Quarter-width RevNet-18 in ten stages, in float32, learns from 45,000 images; the other 5,000 of
 the training part choose each method's learning rate, by runs of five epochs, and the test part is read at the end of final runs.
 All methods make the same updates, of four microbatches of 64 images, which are also the batches of batch norm. Runs with the same
 seed begin with the same weights and see the same images in the same order. Each run is written to a file of its own. Runs
@@ -75,7 +75,7 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
         Recipe(sgd, schedule, metrics={"accuracy": correct_predictions}, seed=seed),
         method=METHOD[method],
         k=K,
-        numerics=Numerics(torch.bfloat16, channels_last=True),
+        numerics=Numerics(channels_last=True),
     )
     folder = out / f"{name}.checkpoints"
     trainer = Trainer(pipeline, source, chosen, checkpoints=Checkpoints(folder, keep=1))
