@@ -48,9 +48,9 @@ ROOMS = {
     ("launch/doctor", "launch/selftest"): Budget(931, 931),
     ("launch/bench",): Budget(743, 743),
     ("reproduction",): Budget(2_216, 2_216),
-    ("benchmarks",): Budget(3_344, 3_345),
+    ("benchmarks",): Budget(3_344, 3_344),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_228, 17_229),
+    ("tests", "stress"): Budget(17_230, 17_230),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""

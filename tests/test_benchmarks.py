@@ -143,6 +143,8 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     records = figures.read_all(folder / "records")
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert figures.results(records) in page
+    compared = [each["cosine"] for each in json.loads((folder / "cosines.json").read_text())["cells"].values()]
+    assert all(f"| {' | '.join(f'{value:.3f}' for value in row)} |" in page for row in zip(*compared, strict=True))
     for staleness, k in (("1.88", 16), ("3.75", 8), ("7.50", 4)):
         petra, dsp, late = (figures.final(records[f"j16_{method}_k{k}_adamw"]) for method in ("petra", "dsp", "delayed"))
         pairs = ((late, figures.final(records["j16_backprop_k8_adamw"])), (dsp, late), (petra, dsp))
