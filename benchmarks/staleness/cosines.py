@@ -50,7 +50,7 @@ def main() -> None:
     found = {name: cosines(cell, options.tokens) for name, cell in CELLS.items()}
     write_json(options.out, {"cells": found, "rate": RATE, "machine": machine()})
     print(f"| stage | {' | '.join(found)} | gain |\n|---|{'---|' * (len(found) + 1)}")
-    gains = [*map(str, found["fitted"]["gain"]), ""]
+    gains = [*(f"{gain:.2f}" for gain in found["fitted"]["gain"]), ""]
     for j, row in enumerate(zip(*(each["cosine"] for each in found.values()), strict=True)):
         print(f"| {j + 1} | {' | '.join(f'{value:.3f}' for value in row)} | {gains[j]} |")
 
