@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.report import best_rate, machine, show_records
-from benchmarks.staleness.figures import difference
+from benchmarks.staleness.figures import shown
 from petra import METHODS, Numerics, Pipeline, Recipe, TensorSpec
 from petra.analysis.plots import Panel, grid, save
 from petra.data import Dataset, EvalSource, Split, TrainSource, load_dataset
@@ -115,10 +115,9 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     lines = ["| method | staleness | rate | seeds | test accuracy (%) | points below backprop |", "|---" * 6 + "|"]
     for method, rows in final.items():
         if rows:
-            below = None if method == "backprop" else difference(accuracies["backprop"], accuracies[method])
-            shown = "" if below is None else f"{below[0]:.2f} ± {below[1]:.2f}"
+            below = "" if method == "backprop" else shown(accuracies["backprop"], accuracies[method])
             mean = statistics.fmean(accuracies[method].values())
-            lines.append(f"| {method} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)} | {mean:.2f} | {shown} |")
+            lines.append(f"| {method} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)} | {mean:.2f} | {below} |")
     lines += ["", "| method | rate: validation accuracy (%) after the search's runs |", "|---|---|"]
     for method in METHOD:
         tried = {row["rate"]: row["validation"][-1] for row in found if row["method"] == method and "test" not in row}

@@ -19,8 +19,8 @@ VOCABULARY, WINDOW, WINDOWS = 1024, 64, 32
 SHAPES = {8: (6, 84, 6, 240), 16: (14, 56, 4, 160), 32: (30, 40, 4, 96)}
 """Layers, width, heads and hidden units by the number of stages: one layer per stage between stem and head, about 0.5 M parameters
 in the layers."""
-WIDE = (14, 64, 4, 184)
-"""Shape of ``gpt`` that computes as much per token as PETRA with the shape of 16 stages: 4/3 of the parameters."""
+OTHER_SHAPES = {"gpt_wide": (14, 64, 4, 184), "revgpt_2m": (14, 112, 8, 320)}
+"""Shapes for 16 stages: 4/3 of the parameters, with which ``gpt`` computes as much per token as PETRA; and four times as many."""
 OPTIONS = {
     "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
     "nadam": {"betas": (0.99, 0.999), "weight_decay": 0.1},
@@ -43,7 +43,8 @@ class Cell:
         remedy: ``none``, ``feedback``, ``prediction``, or ``fitted``, which is ours (``examples/remedies/fitted.py``).
         stages: Number of stages J, a key of :data:`SHAPES`.
         delay: Boundary delay other than the method's own, or None.
-        model: ``revgpt``; ``gpt``, the ordinary transformer of equal parameters; or ``gpt_wide``, that of equal compute.
+        model: ``revgpt``; ``revgpt_2m``, four times as large; ``gpt``, the ordinary transformer of equal parameters; or
+            ``gpt_wide``, that of equal compute.
     """
 
     method: str
@@ -68,8 +69,8 @@ class Cell:
 
     def make_model(self) -> Model:
         """Return the network."""
-        depth, dim, heads, hidden = WIDE if self.model == "gpt_wide" else SHAPES[self.stages]
-        return (revgpt if self.model == "revgpt" else gpt)(
+        depth, dim, heads, hidden = OTHER_SHAPES.get(self.model, SHAPES[self.stages])
+        return (revgpt if self.model.startswith("revgpt") else gpt)(
             VOCABULARY,
             dim,
             depth,
@@ -124,5 +125,9 @@ GRID = _grid()
 """All cells, in the order in which they run."""
 IDEA = (Cell("petra", 4, "muon", "fitted"), Cell("petra", 8, "muon"), Cell("petra", 8, "muon", "fitted"))
 """Cells beside the grid: an idea of ours, weight prediction with a fitted gain, and PETRA without it at another staleness."""
+AGAIN = "backprop_k8_adamw", "petra_k4_adamw", "dsp_k4_adamw", "backprop_k8_muon", "petra_k16_muon_feedback", "paci_k16_muon"
+LARGE = tuple(replace(cell, model="revgpt_2m") for cell in GRID if cell.name.removeprefix("j16_") in AGAIN)
+"""The two best and the two worst cells of the grid, and backpropagation with their optimizers, at 2 M parameters."""
+CELLS = (*GRID, *IDEA, *LARGE)
 MOST_COMPARED = (Cell("backprop"), Cell("petra", 8))
 """Cells with five seeds instead of three."""

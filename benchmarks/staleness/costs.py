@@ -12,8 +12,8 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import groupby
+from functools import cache
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from benchmarks.staleness.cells import WINDOW, WINDOWS, Cell
 from benchmarks.staleness.figures import Records, final_runs, read_all
 from launch.plan import predict_method
 from petra import Model, Numerics, Recipe, TensorSpec
+from petra.analysis.plots import Panel, grid, save
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.event_graph import PREDICTED, ZB_H1, TransportRules
 from petra.cost_model.machines import Connection, Link, Machines
@@ -90,10 +91,10 @@ def measure() -> dict[str, Any]:
     """Return windows per second of forward and backward of one layer of the benchmark, by the windows of a microbatch."""
     torch.set_num_threads(1)
     layer = Model("layer", Cell("petra").make_model().blocks[:2])
-    optimizer, found = partial(torch.optim.SGD, lr=0.0), {}
+    found = dict[str, int]()
     for size in (WINDOWS // k for k in SIZES):
         inputs = TensorSpec((size, WINDOW), torch.int64)
-        cost = profile_blocks(layer, inputs, optimizer=lambda block: optimizer(block.parameters()), rounds=101)[1]
+        cost = profile_blocks(layer, inputs, optimizer=lambda block: torch.optim.SGD(block.parameters(), lr=0.0), rounds=101)[1]
         found[str(size)] = round(size / (cost.graph_forward + cost.graph_backward))
     return {"windows_per_second": found, "machine": machine()}
 
@@ -173,7 +174,7 @@ def ways(records: Records, stages: int, optimizer: str) -> list[Way]:
     found: dict[str, Way] = {}
     for cell, runs in records.items():
         setting, final = runs[0]["setting"], final_runs(runs)
-        own = (setting["stages"], setting["optimizer"]) == (stages, optimizer) and setting["model"] != "gpt_wide"
+        own = (setting["stages"], setting["optimizer"]) == (stages, optimizer) and setting["model"] in ("revgpt", "gpt")
         if not final or not own:
             continue
         curve = [statistics.fmean(losses) for losses in zip(*(run["curve"] for run in final), strict=True)]
@@ -224,14 +225,12 @@ def faster(found: Sequence[Way], stages: int) -> str:
         for way in found
     }
     lines = ["| faster | than | at Gb/s |", "|---|---|---|"]
-    for own in (way.name for way in found if way.schedule == "petra"):
-        for other in hours:
-            if other.startswith("petra"):
-                continue
-            wins = [mine < theirs for mine, theirs in zip(hours[own], hours[other], strict=True)]
-            runs = [list(run) for won, run in groupby(range(len(wins)), wins.__getitem__) if won]
-            ranges = [f"{BANDWIDTHS[run[0]] * 8e-9:,.3g} to {BANDWIDTHS[run[-1]] * 8e-9:,.4g}" for run in runs]
-            lines.append(f"| {own} | {other} | {'; '.join(ranges) or 'none'} |")
+    petra, others = ([way.name for way in found if (way.schedule == "petra") == own] for own in (True, False))
+    for own, other in product(petra, others):
+        wins = [mine < theirs for mine, theirs in zip(hours[own], hours[other], strict=True)]
+        runs = [list(run) for won, run in groupby(range(len(wins)), wins.__getitem__) if won]
+        ranges = [f"{BANDWIDTHS[run[0]] * 8e-9:,.3g} to {BANDWIDTHS[run[-1]] * 8e-9:,.4g}" for run in runs]
+        lines.append(f"| {own} | {other} | {'; '.join(ranges) or 'none'} |")
     return "\n".join(lines)
 
 
@@ -240,8 +239,7 @@ def stage_memory(method: str, model: str, stages: int, k: int) -> list[float]:
     inputs, size = TensorSpec((WINDOWS // k, TOKENS), torch.int64), WINDOWS // k
     plan = make_plan(decoder(model, stages), inputs, method=method, k=k, processes=stages, stages=stages, numerics=NUMERICS)
     recipe = Recipe(lambda stage: torch.optim.AdamW(stage.parameters()))
-    found = predict_memory(plan, recipe, TensorSpec((size * TOKENS,), torch.int64))
-    return [memory.tensors for memory in found]
+    return [memory.tensors for memory in predict_memory(plan, recipe, TensorSpec((size * TOKENS,), torch.int64))]
 
 
 def memories(stages: int, k: int) -> dict[str, list[float]]:
@@ -279,15 +277,8 @@ def draw_times(records: Records, path: Path) -> None:
 
 def draw_memory(found: dict[str, list[float]], path: Path) -> None:
     """Draw the peak bytes of each stage."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot(xlabel="stage", ylabel="peak memory (GB, predicted)")
-    for name, sizes in found.items():
-        axes.plot(range(1, len(sizes) + 1), [size / 1e9 for size in sizes], marker=".", label=name)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(path)
+    lines = {name: [(stage, size / 1e9) for stage, size in enumerate(sizes, 1)] for name, sizes in found.items()}
+    save(grid([Panel("stage", "peak memory (GB, predicted)", lines)], columns=1), path)
 
 
 def main() -> None:

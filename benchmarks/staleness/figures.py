@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.staleness.cells import GRID, IDEA
+from benchmarks.staleness.cells import CELLS
 from benchmarks.staleness.train import read
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -29,7 +29,7 @@ def read_all(folder: Path) -> Records:
     for path in sorted(folder.glob("*.json")):
         record = read(path)
         found[record["cell"]].append(record)
-    return {cell.name: found[cell.name] for cell in (*GRID, *IDEA) if cell.name in found}
+    return {cell.name: found[cell.name] for cell in CELLS if cell.name in found}
 
 
 def final_runs(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -56,13 +56,20 @@ def difference(losses: Mapping[int, float], others: Mapping[int, float]) -> tupl
     return statistics.fmean(pairs), STUDENT[len(pairs)] * statistics.stdev(pairs) / len(pairs) ** 0.5
 
 
+def shown(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
+    """Return the mean difference with its interval as text, the difference alone of one pair, or nothing without pairs."""
+    if (found := difference(losses, others)) is not None:
+        return f"{found[0]:.2f} ± {found[1]:.2f}"
+    return "".join(f"{losses[seed] - others[seed]:.2f}" for seed in losses.keys() & others.keys())
+
+
 def base(cell: str, records: Records) -> dict[int, float]:
-    """Return the final losses of backpropagation with the cell's stages and optimizer."""
+    """Return the final losses of backpropagation with the cell's stages, size and optimizer."""
     own = records[cell][0]["setting"]
     for found in records.values():
         setting = found[0]["setting"]
-        same = all(setting[key] == own[key] for key in ("stages", "optimizer"))
-        if same and (setting["method"], setting["model"], setting["remedy"]) == ("backprop", "revgpt", "none"):
+        same = all(setting[key] == own[key] for key in ("stages", "optimizer", "model"))
+        if same and (setting["method"], setting["remedy"]) == ("backprop", "none"):
             return final(found)
     return {}
 
@@ -79,7 +86,7 @@ def results(records: Records) -> str:
             continue
         runs = final_runs(found)
         spread = f" ± {statistics.stdev(losses.values()):.3f}" if len(losses) > 1 else ""
-        above = None if runs[0]["setting"]["method"] == "backprop" else difference(losses, base(cell, records))
+        above = "" if runs[0]["setting"]["method"] == "backprop" else shown(losses, base(cell, records))
         errors = [statistics.fmean(run["reconstruction_error"]["2"]) for run in runs if run["reconstruction_error"].get("2")]
         cells = [
             f"`{cell}`",
@@ -88,7 +95,7 @@ def results(records: Records) -> str:
             f"{runs[0]['rate']:g}",
             f"{runs[0]['warmup']:.0%}",
             f"{statistics.fmean(losses.values()):.3f}{spread}",
-            "" if above is None else f"{above[0]:.2f} ± {above[1]:.2f}",
+            above,
             f"{statistics.fmean(errors):.2g}" if errors else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
