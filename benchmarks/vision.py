@@ -121,7 +121,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     lines += ["", "| method | rate: validation accuracy (%) after the search's runs |", "|---|---|"]
     for method in METHOD:
         tried = {row["rate"]: row["validation"][-1] for row in found if row["method"] == method and "test" not in row}
-        lines.append(f"| {method} | {'; '.join(f'{rate:g}: {100 * tried[rate]:.2f}' for rate in sorted(tried))} |")
+        if tried:
+            lines.append(f"| {method} | {'; '.join(f'{rate:g}: {100 * tried[rate]:.2f}' for rate in sorted(tried))} |")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,13 +129,12 @@ def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
     assert all(torch.equal(windows(4), windows(k)) for k in (8, 16, 32))
 
 
-def test_the_table_of_fine_tuning_is_that_of_the_records() -> None:
-    records = [
-        json.loads(path.read_text()) for path in sorted((Path(fine_tuning.__file__).parent / "fine_tuning_records").glob("*.json"))
-    ]
-    page = (Path(fine_tuning.__file__).parents[1] / "docs" / "huggingface.md").read_text()
-    for row in fine_tuning.table(records).split("\n\n")[0].splitlines():
-        assert row in page
+@pytest.mark.parametrize(("benchmark", "page"), [(fine_tuning, "docs/huggingface.md"), (vision, "benchmarks/staleness/README.md")])
+def test_tables_are_those_of_the_records(benchmark: Any, page: str) -> None:
+    folder = Path(benchmark.__file__).with_suffix("")
+    records = [json.loads(path.read_text()) for path in sorted(Path(f"{folder}_records").glob("*.json"))]
+    text = (folder.parents[1] / page).read_text()
+    assert all(row in text for row in benchmark.table(records).split("\n\n")[0].splitlines())
 
 
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert figures.results(records) in page
     compared = [each["cosine"] for each in json.loads((folder / "cosines.json").read_text())["cells"].values()]
     assert all(f"| {' | '.join(f'{value:.3f}' for value in row)} |" in page for row in zip(*compared, strict=True))
-    for staleness, k in (("1.88", 16), ("3.75", 8), ("7.50", 4)):
+    for staleness, k in (("0.94", 32), ("1.88", 16), ("3.75", 8), ("7.50", 4)):
         petra, dsp, late = (figures.final(records[f"j16_{method}_k{k}_adamw"]) for method in ("petra", "dsp", "delayed"))
         pairs = ((late, figures.final(records["j16_backprop_k8_adamw"])), (dsp, late), (petra, dsp))
         parts = [figures.difference(*pair) or (0, 0) for pair in pairs]
@@ -167,6 +167,13 @@ def test_times_to_a_loss_are_those_of_the_records(tmp_path: Path) -> None:
     page = (folder / "README.md").read_text(encoding="utf-8")
     for optimizer in ("adamw", "muon"):
         assert costs.times(costs.ways(records, 16, optimizer), 16) in page
+    found = costs.ways(records, 16, "muon")
+    petra, zb_h1 = (next(way for way in found if way.schedule == name) for name in ("petra", "zb_h1"))
+    for bandwidth, petra_is_first in zip(costs.BANDWIDTHS[13:15], (True, False), strict=True):
+        updates = [costs.updates_until(way.curve, costs.common_loss(found)) for way in (petra, zb_h1)]
+        seconds = [costs.update_seconds(way, 16, bandwidth) for way in (petra, zb_h1)]
+        assert (updates[0] * seconds[0] < updates[1] * seconds[1]) is petra_is_first
+    assert f"| {petra.name} | {zb_h1.name} | 1 to {costs.BANDWIDTHS[13] * 8e-9:.4g} |" in page
     way = next(way for way in costs.ways(records, 16, "adamw") if way.schedule == "petra")
     size = WINDOWS // way.ks[0]
     profiles = costs.decoder("revgpt", 16).profile(TensorSpec((size, costs.TOKENS), torch.int64))
@@ -185,17 +192,8 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
     assert chosen is not None
     assert whole is not None
     assert torch.equal(chosen(indices, 5), whole(indices + 64, None))
-    sizes = {
-        "WIDTH": 0.0625,
-        "BATCH": 8,
-        "TRAINING": 64,
-        "VALIDATION": 16,
-        "SHORT": 4,
-        "EPOCHS": 4,
-        "RATES": (0.02, 0.1, 0.5),
-        "SEEDS": (0, 1),
-    }
-    for name, value in {**sizes, "load_dataset": lambda name, root: data}.items():
+    sizes = {"WIDTH": 0.0625, "BATCH": 8, "TRAINING": 64, "VALIDATION": 16, "SHORT": 4, "EPOCHS": 4, "SEEDS": (0, 1)}
+    for name, value in {**sizes, "RATES": (0.02, 0.1, 0.5), "load_dataset": lambda name, root: data}.items():
         monkeypatch.setattr(vision, name, value)
     alone = vision.run("petra", 0.1, 4, 0, data, tmp_path / "whole")
     with monkeypatch.context() as patch:

@@ -48,7 +48,7 @@ LINKS = {
 }
 """Bytes per second between nodes, and devices of a node, within which the links are NVLink."""
 BANDWIDTHS = tuple(0.125e9 * 2 ** (i / 2) for i in range(24))
-"""Equal links at which methods are compared: 1 to 2,896 Gb/s."""
+"""Equal links at which methods are compared: 1 to 2,896 Gb/s, with a factor of the square root of 2 between neighbours."""
 SMOOTH = 16
 """Updates over which the training loss is averaged."""
 NUMERICS = Numerics(torch.bfloat16, wire="bf16")
@@ -218,7 +218,7 @@ def times(found: Sequence[Way], stages: int, transport: TransportRules = "edge")
 
 
 def faster(found: Sequence[Way], stages: int) -> str:
-    """Return a Markdown table of the bandwidths at which PETRA reaches the loss that all ways reach before each other way."""
+    """Return a Markdown table of the :data:`BANDWIDTHS` at which PETRA reaches the common loss before each other way."""
     loss = common_loss(found)
     hours = {
         way.name: [updates_until(way.curve, loss) * update_seconds(way, stages, bandwidth) for bandwidth in BANDWIDTHS]
@@ -230,7 +230,7 @@ def faster(found: Sequence[Way], stages: int) -> str:
         wins = [mine < theirs for mine, theirs in zip(hours[own], hours[other], strict=True)]
         runs = [list(run) for won, run in groupby(range(len(wins)), wins.__getitem__) if won]
         ranges = [f"{BANDWIDTHS[run[0]] * 8e-9:,.3g} to {BANDWIDTHS[run[-1]] * 8e-9:,.4g}" for run in runs]
-        lines.append(f"| {own} | {other} | {'; '.join(ranges) or 'none'} |")
+        lines.append(f"| {own} | {other} | {'all' if all(wins) else '; '.join(ranges) or 'none'} |")
     return "\n".join(lines)
 
 
