@@ -173,10 +173,8 @@ def test_times_to_a_loss_are_those_of_the_records(tmp_path: Path) -> None:
     found = costs.ways(records, 16, "muon")
     petra, zb_h1 = (next(way for way in found if way.schedule == name) for name in ("petra", "zb_h1"))
     loss = costs.common_loss(found)
-    for bandwidth, first in zip(costs.BANDWIDTHS[13:15], (petra, zb_h1), strict=True):
-        assert (
-            min((petra, zb_h1), key=lambda w: costs.updates_until(w.curve, loss) * costs.update_seconds(w, 16, bandwidth)) is first
-        )
+    for link, first in zip(costs.BANDWIDTHS[13:15], (petra, zb_h1), strict=True):
+        assert min((petra, zb_h1), key=lambda w: costs.updates_until(w.curve, loss) * costs.update_seconds(w, 16, link)) is first
     assert f"| {petra.name} | {zb_h1.name} | 1 to {costs.BANDWIDTHS[13] * 8e-9:.4g} |" in page
     way = next(way for way in costs.ways(records, 16, "adamw") if way.schedule == "petra")
     size = WINDOWS // way.ks[0]
