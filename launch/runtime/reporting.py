@@ -106,10 +106,8 @@ def claim_error_report() -> bool:
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         try:
             Path(file).parents[1].joinpath("reported").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:  # the folder is gone: torchrun has ended
-            return True
+        except OSError as error:  # if the folder is gone, torchrun has ended
+            return not isinstance(error, FileExistsError)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
 import io
 import os
@@ -31,8 +32,8 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         prepare_streams()
         before = signal.getsignal(signal.SIGINT)
-        if before is signal.default_int_handler:  # otherwise the parent process has decided
-            signal.signal(signal.SIGINT, exit_at_once)
+        during = exit_at_once if before is signal.default_int_handler else before  # otherwise the parent process has decided
+        signal.signal(signal.SIGINT, during)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # an agent starts its processes with the signal blocked
         try:
             main(*args, **kwargs)
@@ -41,6 +42,7 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
             sys.exit(FAILED)
         finally:
             signal.signal(signal.SIGINT, before)
+            atexit.register(signal.signal, signal.SIGINT, during)  # a KeyboardInterrupt at exit would print a traceback
 
     return run
 

@@ -162,14 +162,14 @@ def test_a_command_reaches_its_end_whatever_happens_to_its_output() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("blocked", [False, True])
-def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(blocked: bool) -> None:
-    """With ``blocked``, the signal arrives while Python starts, as in a process of petra train --nproc."""
+@pytest.mark.parametrize("when", ["starts", "runs", "exits"])
+def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(when: str) -> None:
+    """The signal arrives while Python starts, as in a process of petra train --nproc, while the command runs, or at its exit."""
     program = (
-        "import time\nfrom launch.runtime.terminal import command\n@command\ndef main():\n    print(1, flush=True)\n"
-        "    time.sleep(60)\nmain()"
+        "import atexit, time\nfrom launch.runtime.terminal import command\ndef wait():\n  print(1, flush=True)\n  time.sleep(60)\n"
+        f"@command\ndef main():\n    {'atexit.register(wait)' if when == 'exits' else 'wait()'}\nmain()"
     )
-    before = signal.pthread_sigmask(signal.SIG_BLOCK if blocked else signal.SIG_UNBLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK if when == "starts" else signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         process = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -183,7 +183,7 @@ def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(blocked: bool) -
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdout is not None
-    if not blocked:
+    if when != "starts":
         assert process.stdout.readline() == "1\n"
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)

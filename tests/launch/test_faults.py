@@ -226,7 +226,7 @@ def test_the_agent_forwards_signals_and_exits_with_the_status_of_the_run(tmp_pat
         workers = children(agent.pid)
         for _ in range(2):
             agent.send_signal(signal.SIGINT)
-            time.sleep(0.3)
+            time.sleep(0.1)
         _, told = agent.communicate(timeout=END)
         assert agent.returncode == 130, told
         assert "Traceback" not in told
