@@ -164,8 +164,8 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
     rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, {})
     own, methods = setup.plan.method, [*PREDICTED.values(), AUTO_DELAY]
-    given, usual = {"keep": config.method.keep, "delay": config.method.delay}, METHODS.get(own.name, own)
-    changed = [f"method.{key}={value}" for key, value in given.items() if value not in ("auto", getattr(usual, key))]
+    given, usual = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}, METHODS.get(own.name, own)
+    changed = [f"method.{key}={value}" for key, value in given.items() if value not in ("auto", getattr(usual, key, value))]
     if changed:
         methods.append(replace(own, name=", ".join([own.name, *changed])))
     for done, method in enumerate(methods, 1):

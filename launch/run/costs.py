@@ -131,7 +131,7 @@ def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = 
     Args:
         setup: Configuration and plan.
         process: This process.
-        earlier: Choices in the checkpoint that the run resumes from. They are taken unless the configuration has other stages.
+        earlier: Choices in the checkpoint that the run resumes from. Settings that are auto take them, unless the stages differ.
 
     Raises:
         ConfigError: If no partition fits the memory limit. Raised on every rank.
@@ -141,7 +141,7 @@ def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = 
             log.warning("cluster.machines is not used: no setting is auto (trainer.stages, method.delay)")
         return setup
     if earlier is not None and ("stages" in setup.auto or setup.choices["stages"] == earlier["stages"]):
-        return setup.with_choice(**earlier)
+        return setup.with_choice(earlier["stages"], earlier["delay"] if "delay" in setup.auto else setup.plan.method.delay)
     path, processes = setup.config.cluster.machines, len(setup.plan.layout.processes)
     machines = Machines.equal(processes, measure_link(setup.device)) if path is None else read_machines(path)
     with raise_on_all_ranks():

@@ -23,6 +23,8 @@ from ..config.schema import SECTIONS, Config
 
 CONFIG, METRICS, UPDATES, SUMMARY, CHECKPOINTS = "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json", "checkpoints"
 GRADIENTS = "gradients.jsonl"
+CHANGES = "changes.jsonl"
+"""Settings that were changed when the run was resumed."""
 RECORD = ".record.json"
 """How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
 FORMAT = 3

@@ -29,13 +29,11 @@ from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
 from .costs import stage_facts
-from .folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, as_data, updates_in
+from .folder import CHANGES, CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, as_data, updates_in
 from .page import describe, write_report
 from .resume import Start
 from .targets import built
 
-CHANGES = "changes.jsonl"
-"""File with the settings that were changed when the run was resumed."""
 RESULTS = ("miou", "perplexity", "accuracy")
 """Metrics on the test data; the last line of a run has the first one that it recorded."""
 SHARED_WITHIN = 60.0
@@ -95,7 +93,7 @@ class Records:
         Args:
             history: Numbers of the epochs.
             memory: Peak memory of each process in bytes.
-            seconds: Duration of the whole run.
+            seconds: Duration since the process started. ``wall_seconds`` is that of all epochs, before and after resuming.
         """
         last, speed = history[-1], f"{self.setup.unit}_per_second"
         summary = self._facts() | {
@@ -104,7 +102,7 @@ class Records:
             **{key: value for key, value in last.items() if key.startswith(("train_", "test_"))},
             speed: harmonic_mean([row[speed] for row in history]),
             "peak_memory_bytes": list(memory),
-            "wall_seconds": seconds,
+            "wall_seconds": sum(row["seconds"] for row in history),
             "seed": self.setup.config.seed,
             "torch": torch.__version__,
             "layout": stage_facts(self.setup.plan),

@@ -116,7 +116,7 @@ class TrainingRun:
         batches = limited(train.batches_per_epoch, limit)
         self.pipeline = setup.pipeline(batches, replicas)
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
-        same = "data.root" in start.changes or start.facts.get("contents") in (None, train.contents)
+        same = start.facts.get("contents") in (None, train.contents)
         require(same, "data.root", f"the training data of {start.path}", "others", DataError)
         with raise_on_all_ranks():
             self.records = Records(setup, start) if process.first else None

@@ -151,7 +151,7 @@ class SavedWeights:
             if averages if self.checkpoint else beside.exists() and SavedWeights(beside).clock == self.clock:
                 lines.append(f"--weights {beside} takes their moving average, which the run evaluates")
             if (best := best_of(folder / CHECKPOINTS)) is not None and SavedWeights(best).clock != self.clock:
-                lines.append(f"--weights {best} takes the best checkpoint")
+                lines.append(f"--weights {best / AVERAGE if averages else best} takes the best checkpoint")
         print("; ".join(lines), file=sys.stderr, flush=True)
 
     def __str__(self) -> str:

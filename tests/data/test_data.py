@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import petra.inplace_abn  # noqa: F401 (adds data sets)
 from petra.data import DECODED, EvalSource, Split, TrainSource, from_dataset, load_dataset, microbatch_form
 from petra.data.arrays import Images, normalise
 from petra.data.dataset import labels_of
@@ -27,6 +28,7 @@ def numbered():
 
 def test_epochs_visit_images_in_random_order_and_drop_an_incomplete_microbatch(numbered):
     source = TrainSource(numbered, batch_size=5, seed=0)
+    assert source.contents == "23 samples", "what a resumed run compares"
     assert source.batches_per_epoch == 4
     epochs = [torch.cat([source.targets(4 * epoch + i) for i in range(4)]) for epoch in range(20)]
     assert all(len(labels.unique()) == 20 for labels in epochs)

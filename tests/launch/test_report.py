@@ -96,15 +96,8 @@ def test_a_resumed_run_is_the_same_run_of_weights_and_biases(tmp_path: Path, mon
     """The run is stopped after 4 of 16 microbatches, and what it logged after its checkpoint is not repeated."""
     folder, wandb, save = tmp_path / "run", Wandb(), Trainer._save_and_stop
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    options = (
-        "logger=wandb",
-        "trainer.stages=2",
-        "k=2",
-        "trainer.log_every=1",
-        "checkpoint.every=4",
-        "trainer.epochs=2",
-        "trainer.trace=2",
-    )
+    every = ("trainer.log_every=1", "checkpoint.every=4")
+    options = ("logger=wandb", "trainer.stages=2", "k=2", *every, "trainer.epochs=2", "trainer.trace=2")
 
     def interrupted(self: Trainer, score: float | None) -> None:
         save(self, score)

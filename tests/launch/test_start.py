@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from launch import evaluate, resume
+from launch.compare import main as compare
 from launch.config.compose import compose_overrides
 from launch.run.records import default_folder
 from launch.run.training import run
@@ -170,12 +171,17 @@ def test_a_checkpoint_of_a_stopped_run_replaces_an_older_export(
     assert loss != last_loss()
 
 
-def test_moving_averages_are_taken_by_their_paths_only(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_moving_averages_are_taken_by_their_paths_only(
+    trained: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     average = (*AGAIN, "resume_change=[optim.average]")
+    shutil.copytree("first/checkpoints/000000004", "best")
     train(*average, "trainer.epochs=2", "optim.average=0.9")
     path, loss, said = evaluated(capsys)
     assert path == "first/model.pt"
     assert "--weights first/ema.pt takes their moving average" in said
+    monkeypatch.setattr("launch.run.weights.best_of", lambda _: Path("best"))
+    assert "--weights best/average takes the best checkpoint" in evaluated(capsys)[2]
     assert loss != last_loss()  # the run evaluates its moving average
     assert evaluated(capsys, "--weights=first/ema.pt")[1] == last_loss()
     assert evaluated(capsys, "--weights=first/checkpoints/000000008")[1] == loss
@@ -223,8 +229,12 @@ def test_keys_on_the_command_line_change_the_run_from_here_on(
     assert "optim.lr is 0.25 from here on, was 0.1" in capsys.readouterr().out
     assert lines(Path("a b/changes.jsonl")) == [{"microbatch": 2, "key": "optim.lr", "before": 0.1, "now": 0.25}]
     resumed(["a b", "trainer.epochs=3"], monkeypatch)  # keeps the change
+    compare(["a b"])
+    assert "| a b* | " in capsys.readouterr().out
+    rows, summary = lines(Path("a b/metrics.jsonl")), json.loads(Path("a b/summary.json").read_text())
+    assert summary["wall_seconds"] == sum(row["seconds"] for row in rows), "that of all starts"
     assert "lr: 0.25" in Path("a b/config.yaml").read_text()
-    assert len(lines(Path("a b/metrics.jsonl"))) == 3
+    assert len(rows) == 3
 
 
 @pytest.mark.parametrize(

@@ -189,12 +189,7 @@ def test_patches_give_both_streams_content_and_position() -> None:
     torch.testing.assert_close(x1[1, 2], stem.patches.weight.flatten(1) @ patch + stem.positions[2])
 
 
-METHOD_OF = {
-    "gpt2": ("petra", "pipedream_2bw"),
-    "revvit": ("petra", "dsp"),
-    "gpt": ("petra", "pipedream"),
-    "modern": METHODS,
-}
+METHOD_OF = {"gpt2": ("petra", "pipedream_2bw"), "revvit": ("petra", "dsp"), "gpt": ("petra", "pipedream"), "modern": METHODS}
 
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name, methods in METHOD_OF.items() for method in methods])

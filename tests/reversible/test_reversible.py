@@ -31,10 +31,7 @@ def pair(channels: int = 4, dtype: torch.dtype = torch.float64) -> tuple[Tensor,
 
 def blocks(dropout: float = 0.0) -> list[ReversibleBlock]:
     torch.manual_seed(0)
-    made = [
-        Coupling(branch(4, dropout)),
-        TwoFunctionCoupling(branch(4, dropout), branch(4, dropout)),
-    ]
+    made = [Coupling(branch(4, dropout)), TwoFunctionCoupling(branch(4, dropout), branch(4, dropout))]
     return [block.double() for block in made]
 
 

@@ -27,10 +27,7 @@ test_values_out_of_range_raise = refuses(
 test_remedies_that_do_not_fit_the_run_raise = refuses(
     lambda change: mixed(**change),
     ({"method": "delayed", "remedy": Remedy(correction=0.1)}, "remedy.correction: expected 0 unless .*, got 0.1"),
-    (
-        {"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction="velocity")},
-        "remedy.prediction: .*=double, .* velocity",
-    ),
+    ({"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction="velocity")}, "remedy.prediction: .*=double, .* velocity"),
     ({"remedy": Remedy(delay_compensation=0.1)}, "method.weights: expected stashed or double with DelayCompensation, got current"),
     ({"method": "delayed", "remedy": Remedy(delay_compensation=0.1), "rules": UpdateRules(loss_scale=2.0)}, "precision: .* scale"),
     ({"remedies": [3]}, r"remedies: expected a list of remedies .*, got \[3\]"),
