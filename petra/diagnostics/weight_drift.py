@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from math import gcd
+from math import gcd, nan
 
 import torch
 from torch import Tensor
@@ -57,15 +57,15 @@ class WeightDrift(Hook):
         """Return, for each stage j from 1 of this process, ``stage/<j>/staleness`` and ``stage/<j>/weight_drift``.
 
         ``staleness`` is the mean number of updates between forward and backward passes. ``weight_drift`` is the mean since the
-        last call with a measurement. Checkpoints don't contain measurements, so the mean of an epoch that a run resumes covers its
-        rest.
+        last call with a measurement; before the first, it is nan. Checkpoints don't contain measurements, so the mean of an
+        epoch that a run resumes covers its rest.
         """
         rows: dict[str, float] = {}
         for j in self.pipeline.stages:
             if drifts := self._drifts.pop(j, []):
                 self._last[j] = sum(map(float, drifts)) / len(drifts)
-            rows[f"stage/{j + 1}/staleness"] = self.pipeline.plan.stages[j].staleness
-            rows[f"stage/{j + 1}/weight_drift"] = self._last.get(j, 0.0)
+            rows[f"stage/{j + 1}/staleness"] = staleness = self.pipeline.plan.stages[j].staleness
+            rows[f"stage/{j + 1}/weight_drift"] = self._last.get(j, nan if staleness else 0.0)
         return rows
 
     def _entries(self, j: int) -> list[Tensor]:

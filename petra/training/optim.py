@@ -175,7 +175,7 @@ def _without_rate(optimizer: Rated) -> Rated:
 def _matrices(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     """Return the weights of linear layers and of the projections of attention layers, and all other trained parameters."""
     layers = [*module.modules()]
-    linear = {id(m.weight) for m in layers if isinstance(m, nn.Linear)}
+    linear = {id(m.weight) for m in layers if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}  # GPT-2 of transformers
     projections = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
     linear |= {id(getattr(m, name)) for m in layers if isinstance(m, nn.MultiheadAttention) for name in projections}
     linear -= {id(m.weight) for m in layers if isinstance(m, nn.Embedding)}  # shared with a linear layer

@@ -1,5 +1,7 @@
 """The drift of weights between forward and backward passes, against copies of all weights."""
 
+from math import isnan
+
 import pytest
 from torch import Tensor, nn
 
@@ -39,6 +41,7 @@ def test_drift_is_that_of_all_weights(method: str) -> None:
     pipeline = built(method)
     drift = WeightDrift(pipeline, every=3)
     pipeline.measures.append(drift.metrics)
+    assert [isnan(drift.metrics()[f"stage/{j}/weight_drift"]) for j in (1, 2, 3)] == [True, True, False], "stage 3 is not stale"
     with pipeline.hooks.attached(Copies(pipeline)) as copies, pipeline.hooks.attached(drift):
         pipeline.train(RandomSource(), 16)
     rows = pipeline.stage_metrics()

@@ -77,9 +77,10 @@ def test_muon_takes_projections_and_matrices_and_adamw_the_rest() -> None:
     table, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
     head.weight = table.weight  # a shared embedding is none
     attention, joint = (nn.MultiheadAttention(4, 2, bias=False, **sizes) for sizes in ({"kdim": 3, "vdim": 6}, {}))
-    muon = OPTIMIZERS["muon"](nn.ModuleList([table, head, attention, joint]))
+    turned = type("Conv1D", (nn.ParameterDict,), {})({"weight": torch.zeros(7, 2)})  # the linear layer of transformers' GPT-2
+    muon = OPTIMIZERS["muon"](nn.ModuleList([table, head, attention, joint, turned]))
     taken = [tuple(p.shape) for p in muon.param_groups[0]["params"]]
-    assert sorted(taken) == [(4, 3), (4, 4), (4, 4), (4, 4), (4, 6), (12, 4)]
+    assert sorted(taken) == [(4, 3), (4, 4), (4, 4), (4, 4), (4, 6), (7, 2), (12, 4)]
     module, expected = Words(), Words()
     matrices = [expected.square.weight, expected.wide.weight]
     rest = [p for p in expected.parameters() if all(p is not m for m in matrices)]
