@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from petra.engine.options.remedy import Remedy
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
-"""Builds the optimizer of a stage from the module of its blocks. A parameter's name in it is ``<number in the stage>.<key>``."""
+"""Builds the optimizer of a stage from the module of its blocks, with parameters named ``<block's index in the stage>.<key>``."""
 
 
 @dataclass(frozen=True)
