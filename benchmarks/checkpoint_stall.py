@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.report import benchmark_parser, in_processes, machine, save, timed
+from benchmarks.report import benchmark_parser, in_processes, save, timed
 from benchmarks.two_stages import Noise, sgd
 from petra import Pipeline, Recipe
 from petra.models import MODELS
@@ -97,7 +97,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = in_processes(options.processes, measure, options, Path(folder))
     print(table(rows, options.batch))
-    save(options.out, {"machine": machine(), "options": vars(options), "processes": rows})
+    save(options, {"processes": rows})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import alternate, benchmark_parser, kept_bytes, machine, ratio, save, spread
+from benchmarks.report import alternate, benchmark_parser, kept_bytes, ratio, save, spread
 from petra.inplace_abn import InPlaceABN
 from petra.models import MODELS
 
@@ -140,7 +140,7 @@ def main() -> None:
     for name, row in kept.items():
         standard, inplace = row["batchnorm"], row["inplace_abn"]
         print(f"| {name} | {standard / 2**30:.2f} | {inplace / 2**30:.2f} | {1 - inplace / standard:.1%} |")
-    save(options.out, {"machine": machine(), "options": vars(options), "shapes": SHAPES, "figures": figures, "networks": kept})
+    save(options, {"shapes": SHAPES, "figures": figures, "networks": kept})
 
 
 def _cell(row: dict[str, float]) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.report import alternate, benchmark_parser, machine, ratios, save, spreads, table
+from benchmarks.report import alternate, benchmark_parser, ratios, save, spreads, table
 from benchmarks.two_stages import Zeros
 from examples.remedies.lengths import Lengths
 from petra import Pipeline, Recipe, TensorSpec
@@ -62,7 +62,7 @@ def main() -> None:
         figures[f"{tokens} tokens"] = alternate(contestants, options.rounds)
     print(table(spreads(figures), "s"))
     print(table(ratios(figures, "several lengths", "one length"), "several / one"))
-    save(options.out, {"seconds": figures, "machine": machine()})
+    save(options, {"seconds": figures})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.report import alternate, benchmark_parser, machine, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, save, spread, table
 from benchmarks.two_stages import Noise, Split, sgd
 from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
 from petra.reversible import Coupling
@@ -103,7 +103,7 @@ def main() -> None:
     overhead = [a - b for a, b in zip(each["engine"], each["bare loop"], strict=True)]
     print(f"{options.stages} stages, k = {options.k}, time per stage and microbatch\n")
     print(table({**{name: spread(values) for name, values in each.items()}, "difference": spread(overhead)}, "µs"))
-    save(options.out, {"machine": machine(), "options": vars(options), "microseconds": each, "overhead": spread(overhead)})
+    save(options, {"microseconds": each, "overhead": spread(overhead)})
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.pipeline_peers import checkpointed, deepspeed, torchgpipe
-from benchmarks.report import benchmark_parser, in_processes, installed, machine, ratio, save
+from benchmarks.report import benchmark_parser, in_processes, installed, numbers, ratio, save
 from benchmarks.two_stages import build, sgd
 from launch.bench.contestants import Batches, Contestant, Peer, Setting, petra, torch_schedule
 from petra import METHODS, Keep, Method, Numerics, make_plan
@@ -120,17 +120,9 @@ def simulated(costs: dict[str, Any], link: dict[str, float], stages: int, k: int
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, 7)
-    parser.add_argument(
-        "--k",
-        type=lambda text: [int(k) for k in text.split(",")],
-        default="1,2,3,4,8,16,32",
-        help="numbers of microbatches per update",
-    )
+    parser = benchmark_parser(__doc__, 7, images=(64, 8, 16))
+    parser.add_argument("--k", type=numbers, default="1,2,3,4,8,16,32", help="numbers of microbatches per update")
     parser.add_argument("--blocks", type=int, default=4, help="reversible blocks per stage, 2 or more")
-    parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
-    parser.add_argument("--size", type=int, default=8, help="side of an image in pixels")
-    parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
     parser.add_argument("--microbatches", type=int, default=12, help="microbatches of one round of one contestant, but at least k")
     parser.add_argument("--threads", type=int, default=2, help="threads of contestants that run in one process only")
     options = parser.parse_args()
@@ -156,7 +148,7 @@ def main() -> None:
         for k in options.k:
             row = simulations[f"stages={stages}, k={k}"] = simulated(found["costs"], found["link"], stages, k)
             print(f"| {stages} | {k} | " + " | ".join(f"{1000 * value:.1f}" for value in row.values()) + " |")
-    save(options.out, {"machine": machine(), "options": vars(options), **found, "times_faster": faster, "simulated": simulations})
+    save(options, {**found, "times_faster": faster, "simulated": simulations})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from statistics import mean
 import torch
 import torch.distributed as dist
 
-from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
+from benchmarks.report import benchmark_parser, in_processes, ratio, save, spread, table
 from benchmarks.two_stages import Noise, sgd
 from launch.bench.contestants import period
 from launch.plan import Candidate, predict_method
@@ -106,7 +106,7 @@ def main() -> None:
     print(f"{options.model}, width {options.width}, batch {options.batch}, k = {options.k}\n")
     print(table(rows, "s per microbatch"))
     print("\nPredicted over measured period of each round (accepted median: 0.9 to 1.1):\n\n" + table(errors, ""))
-    save(options.out, {"machine": machine(), "options": vars(options), "figures": figures, "predicted_over_measured": errors})
+    save(options, {"figures": figures, "predicted_over_measured": errors})
 
 
 if __name__ == "__main__":

@@ -30,17 +30,30 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefa
 
 
 def benchmark_parser(
-    description: str | None, rounds: int, rounds_help: str = "measured rounds; each contestant runs once per round"
+    description: str | None,
+    rounds: int,
+    rounds_help: str = "measured rounds; each contestant runs once per round",
+    images: tuple[int, int, int] | None = None,
 ) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have.
 
     Args:
         rounds: Default of ``--rounds``.
+        images: Defaults of ``--channels``, ``--size`` and ``--batch``. None: there are no such options.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds, help=rounds_help)
     parser.add_argument("--out", help="JSON file to write")
+    if images is not None:
+        parser.add_argument("--channels", type=int, default=images[0], help="channels of each stream")
+        parser.add_argument("--size", type=int, default=images[1], help="side of an image in pixels")
+        parser.add_argument("--batch", type=int, default=images[2], help="images per microbatch")
     return parser
+
+
+def numbers(text: str) -> list[int]:
+    """Return the integers of an option, which commas separate."""
+    return [int(number) for number in text.split(",")]
 
 
 def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
@@ -181,11 +194,12 @@ def peak_mib(work: Callable[[], object]) -> float:
     return (_resident("VmHWM") - before) / 1024
 
 
-def save(path: str | None, figures: dict[str, Any]) -> None:
-    """Write the figures to a JSON file, unless ``path`` is None."""
-    if path is not None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+def save(options: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Write the machine, the options and the figures to the JSON file ``--out``, if it is given."""
+    if options.out is not None:
+        path, content = Path(options.out), {"machine": machine(), "options": vars(options), **figures}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _resident(field: str) -> int:

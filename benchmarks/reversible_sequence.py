@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import alternate, benchmark_parser, installed, machine, peak_mib, ratio, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, installed, peak_mib, ratio, save, spread, table
 from benchmarks.reversible_peers import LIBRARIES, PEERS, Forward, gradients, step
 
 
@@ -93,11 +93,8 @@ def by_depth(rows: dict[str, dict[str, float]], what: str, form: str = "{:.4g}")
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, 9)
+    parser = benchmark_parser(__doc__, 9, images=(64, 32, 4))
     parser.add_argument("--depths", default="8,16,32,64", help="numbers of blocks, which must be even")
-    parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
-    parser.add_argument("--size", type=int, default=32, help="side of an image in pixels")
-    parser.add_argument("--batch", type=int, default=4, help="images per microbatch")
     options = parser.parse_args()
     depths, shape = [int(d) for d in options.depths.split(",")], (options.channels, options.size, options.batch)
 
@@ -118,18 +115,9 @@ def main() -> None:
     memory = peaks(list(names), depths, shape)
     print("\n" + by_depth(medians, "median seconds of a step"))
     print("\n" + by_depth(memory, "peak MiB of a step"))
-    save(
-        options.out,
-        {
-            "machine": machine(),
-            "options": vars(options),
-            "not_installed": missing,
-            "libraries": [name for name in LIBRARIES if name in names],
-            "depths": figures,
-            "median_seconds": medians,
-            "peak_mib": memory,
-        },
-    )
+    libraries = [name for name in LIBRARIES if name in names]
+    found = {"not_installed": missing, "libraries": libraries, "depths": figures, "median_seconds": medians, "peak_mib": memory}
+    save(options, found)
 
 
 def _named(name: str) -> str:

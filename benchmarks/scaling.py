@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import alternate, benchmark_parser, in_processes, machine, peak_mib, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, in_processes, numbers, peak_mib, save, spread, table
 from benchmarks.two_stages import Noise, build, sgd
 from launch.bench.contestants import period
 from petra import METHODS, Keep, Method, Pipeline, Recipe
@@ -89,14 +89,11 @@ def stage_memory(rank: int, stages: Sequence[int], keep: str, options: argparse.
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, 9)
-    parser.add_argument("--depths", type=_numbers, default="8,16,32,64", help="numbers of blocks, which must be even")
-    parser.add_argument("--batches", type=_numbers, default="4,8,16,32,64", help="batch sizes")
-    parser.add_argument("--lines", type=_numbers, default="3,5,8", help="numbers of stages J for memory, each 3 or more")
+    parser = benchmark_parser(__doc__, 9, images=(32, 16, 16))
+    parser.add_argument("--depths", type=numbers, default="8,16,32,64", help="numbers of blocks, which must be even")
+    parser.add_argument("--batches", type=numbers, default="4,8,16,32,64", help="batch sizes")
+    parser.add_argument("--lines", type=numbers, default="3,5,8", help="numbers of stages J for memory, each 3 or more")
     parser.add_argument("--blocks", type=int, default=8, help="reversible blocks where the depth is fixed")
-    parser.add_argument("--channels", type=int, default=32, help="channels of each stream")
-    parser.add_argument("--size", type=int, default=16, help="side of an image in pixels")
-    parser.add_argument("--batch", type=int, default=16, help="batch size where it is fixed")
     parser.add_argument("--microbatches", type=int, default=4, help="microbatches of one round")
     options = parser.parse_args()
     for key in ("depths", "batches"):
@@ -129,11 +126,7 @@ def main() -> None:
             print(
                 f"| {work} | " + " | ".join(f"{value:.1f}" for cells in row.values() for value in cells.values()) + " |", flush=True
             )
-    save(options.out, {"machine": machine(), "options": vars(options), **figures})
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    save(options, figures)
 
 
 if __name__ == "__main__":

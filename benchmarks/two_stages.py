@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.report import benchmark_parser, in_processes, machine, ratio, save, spread, table
+from benchmarks.report import benchmark_parser, in_processes, ratio, save, spread, table
 from benchmarks.reversible_sequence import branch
 from launch.bench.contestants import period
 from petra import BlockSpec, Keep, Method, Model, Pipeline, Recipe, TensorSpec
@@ -156,11 +156,8 @@ def _stream_shape(pipeline: Pipeline) -> tuple[int, ...]:
 
 
 def main() -> None:
-    parser = benchmark_parser(__doc__, 25)
+    parser = benchmark_parser(__doc__, 25, images=(64, 8, 16))
     parser.add_argument("--blocks", type=int, default=8, help="reversible blocks per stage")
-    parser.add_argument("--channels", type=int, default=64, help="channels of each stream")
-    parser.add_argument("--size", type=int, default=8, help="side of an image in pixels")
-    parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=15, help="microbatches of one round of one method")
     options = parser.parse_args()
@@ -175,10 +172,7 @@ def main() -> None:
     print(table(rows | {f"compute, stage {r + 1}": spread(figures[r]["compute"]) for r in range(2)}, "s per microbatch"))
     print("\nSpeed-up over taking turns:\n\n" + table(speedups, ""))
     print("\nEfficiency (compute time of the slower stage divided by the period):\n\n" + table(efficiencies, ""))
-    save(
-        options.out,
-        {"machine": machine(), "options": vars(options), "figures": figures, "speedup": speedups, "efficiency": efficiencies},
-    )
+    save(options, {"figures": figures, "speedup": speedups, "efficiency": efficiencies})
 
 
 if __name__ == "__main__":
