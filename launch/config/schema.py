@@ -103,7 +103,7 @@ class RemedyConfig(Section):
         """Name in records: the keys with other values than their defaults, after the target if it is not petra's."""
         known, own = keys("remedy", self._target_), {"discount": self.discount, **self.options}
         changed = [f"{name}={value}" for name, value in own.items() if name not in known or value != known[name].default]
-        return ", ".join([*([] if is_shipped(self._target_) else [self._target_]), *changed]) or "none"
+        return ", ".join([*([] if self._target_ == "petra.staleness.remedies" else [self._target_]), *changed]) or "none"
 
 
 @dataclass(kw_only=True)

@@ -97,8 +97,9 @@ class Setup:
         loss = partial(F.cross_entropy, label_smoothing=trainer.label_smoothing)
         if trainer.bootstrap is not None:
             loss = partial(bootstrapped_cross_entropy, fraction=trainer.bootstrap, label_smoothing=trainer.label_smoothing)
-        build = factory("remedy", config.remedy)
-        discount = {"discount": round(config.remedy.discount * microbatches_per_epoch)} if takes(build, "discount") else {}
+        build, epochs = factory("remedy", config.remedy), config.remedy.discount
+        require(takes(build, "discount") or not epochs, "remedy.discount", f"0 with {config.remedy._target_}", epochs)
+        discount = {"discount": round(epochs * microbatches_per_epoch)} if takes(build, "discount") else {}
         remedies = build(**discount)
         return Recipe(
             optimizer=optimizer_factory(config.optim),

@@ -22,7 +22,6 @@ from petra.engine.stage import Stage
 from petra.engine.update import Part
 from petra.plan import Plan
 from petra.staleness.step import AroundStep, Checked
-from petra.torch_private import foreach_sub
 
 
 @dataclass(frozen=True)
@@ -44,9 +43,9 @@ class Feedback(Checked):
 
 
 class _Extrapolated(AroundStep):
-    """Corrects each update of a stage, by a strength of c·s. Values are −u_(t−1), NaN while the device has skipped all updates."""
+    """Corrects each update of a stage, by a strength of c·s. Values are −u_(t−1), NaN before the first update."""
 
-    kind = "feedback"
+    kind, missing = "feedback", torch.nan
     uses_change = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, strength: float) -> None:
@@ -54,16 +53,9 @@ class _Extrapolated(AroundStep):
         self._strength = strength
 
     def after_step(self, change: list[Tensor]) -> None:
-        skipped = getattr(self.optimizer, "found_inf", None)  # not zero if the optimizer skipped the step on the device
-        if self.values:
-            difference = foreach_sub(change, self.values)
-            for p, correction, previous in zip(self.parameters, difference, self.values, strict=True):
-                if p.grad is None:
-                    continue
+        skipped = getattr(self.optimizer, "found_inf", None)
+        for p, new, previous in zip(self.parameters, change, self.values, strict=False):  # no values before an update
+            if p.grad is not None:
                 unknown = previous.isnan() if skipped is None else previous.isnan() | (skipped > 0)
-                p.add_(torch.where(unknown, 0.0, correction), alpha=self._strength)
-        if skipped is None:
-            self.values = change
-        else:
-            before = self.values or [torch.full_like(new, torch.nan) for new in change]
-            self.values = [torch.where(skipped > 0, old, new) for old, new in zip(before, change, strict=True)]
+                p.add_(torch.where(unknown, 0.0, new - previous), alpha=self._strength)
+        self.values = change

@@ -33,10 +33,11 @@ class AroundStep(Part):
         parameters: The stage's trained parameters, in the optimizer's order.
         values: A tensor per parameter that checkpoints contain; empty before the first update, and without ``kind``.
         kind: Name of ``values`` in checkpoints.
+        missing: What ``values`` contain of a parameter before its first update.
         uses_change: Whether :meth:`after_step` needs the change of the parameters.
     """
 
-    kind = ""
+    kind, missing = "", 0.0
     uses_change = False
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -58,9 +59,9 @@ class AroundStep(Part):
         return {f"method/{self.kind}": self.by_parameter(self.values)} if self.kind else {}
 
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
-        # After a change of partition, a parameter may come from a stage without staleness, which had no state. Its state is zero.
-        saved = tensors.get(f"method/{self.kind}", {})
-        self.values = [saved[p].to(p, copy=True) if p in saved else torch.zeros_like(p) for p in self.parameters if saved]
+        # After a change of partition, a parameter may come from a stage without staleness, which had no state.
+        saved, new = tensors.get(f"method/{self.kind}", {}), self.missing
+        self.values = [saved[p].to(p, copy=True) if p in saved else torch.full_like(p, new) for p in self.parameters if saved]
         self.refresh()
 
     def by_parameter(self, values: list[Tensor]) -> dict[Tensor, Tensor]:
@@ -76,7 +77,13 @@ class AroundStep(Part):
     @torch.no_grad()
     def _end(self, *_: Any) -> None:
         before, self._before = self._before, []
+        skipped = getattr(self.optimizer, "found_inf", None)  # not zero if the optimizer skipped the step on the device
+        old = [] if skipped is None else [value.clone() for value in self.values]
         self.after_step(list(foreach_sub(self.parameters, before)) if before else [])
+        if skipped is not None and self.values:
+            old = old or [torch.full_like(p, self.missing) for p in self.parameters]
+            self.values = [torch.where(skipped > 0, *pair) for pair in zip(old, self.values, strict=True)]
+            self.refresh()
 
 
 def require_momentum(remedy: str, optimizer: torch.optim.Optimizer, others: str = "") -> None:

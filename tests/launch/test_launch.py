@@ -69,6 +69,7 @@ def test_remedies_are_built_in_microbatches_and_those_outside_the_package_are_na
     for remedy, method in (("braking.Braking", "petra"), ("dc_asgd.DelayCompensation", "delayed")):
         (found,) = planned(f"method={method}", f"remedy._target_=examples.remedies.{remedy}").recipe(100).remedies
         assert type(found).__name__ == remedy.partition(".")[2]
+    assert planned("remedy._target_=petra.staleness.Feedback").config.remedy.name == "petra.staleness.Feedback"
 
 
 test_invalid_values = refuses(
@@ -89,6 +90,7 @@ test_invalid_values = refuses(
     ("method=dsp method.keep=graph trainer.precision=bf16", "method.keep: expected .* under autocast, got graph"),
     ("method.keep=[graph,input]", "method.keep: expected one value, or 10, one per block, got 2 values"),
     ("method.delay=auto method.fill=true method.flush=true", "method.delay: expected an integer >= 0 with method.fill=true"),
+    ("remedy._target_=petra.staleness.Feedback remedy.discount=5", "remedy.discount: expected 0 with petra.staleness.Feedback"),
     ("optim.clip=1 optim.clip_globally=true", "optim.clip_globally: expected false with method.delay=2"),
     ("optim.loss_scale=8", "optim.loss_scale: expected null with trainer.precision=float32, got 8"),
     ("trainer.memory_limit=2", "trainer.memory_limit: expected null, or a number > 0 with .*, got 2"),

@@ -1,6 +1,7 @@
 """Settings, optimizers and state of remedies. ``tests/engine/test_ticks.py`` compares their arithmetic with the equations."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 from examples.remedies.fitted import FittedPrediction
 from petra import UpdateRules
-from petra.staleness.feedback import Feedback, _Extrapolated
+from petra.staleness.feedback import Feedback
 from petra.training.optim import OPTIMIZERS
 from petra.training.state import load_state, state_of
 from tests.support.nets import RandomSource, mixed
@@ -58,35 +59,35 @@ def test_fitted_prediction_has_the_gain_of_geometric_changes(ratio: float) -> No
     assert not seen[2].any(), "no gain before there are changes to fit it to"
 
 
-def test_feedback_continues_after_skipped_steps_as_if_they_had_not_been() -> None:
+@pytest.mark.parametrize("values", [{"feedback": 1.0}, {"correction": 0.3}, {"prediction": "difference"}], ids=str)
+def test_remedies_continue_after_skipped_steps_as_if_they_had_not_been(values: dict[str, Any]) -> None:
     """The first update is skipped, as with a loss scale that is too large at first, and one between two others."""
-    found = []
+    found, stage = [], SimpleNamespace(use_in_forward=lambda weights: None, use_in_backward=lambda weights: None)
     for updates in ([1.0, 2.0, 4.0], [None, 1.0, 2.0, None, None, 4.0]):
-        p = torch.zeros(3, requires_grad=True)
-        p.grad = torch.ones(3)
-        optimizer = torch.optim.SGD([p], lr=0.0)
-        feedback = _Extrapolated(optimizer, 2.0)
+        p = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([p], lr=1.0, fused=True)
+        (remedy,) = Remedy(**values).make()
+        (part,) = remedy.parts(stage, optimizer, SimpleNamespace(stages=[SimpleNamespace(staleness=2.0)]), 0)
         for update in updates:
-            change = torch.zeros(3) if update is None else torch.full((3,), -update)
-            with torch.no_grad():
-                p += change
-                optimizer.found_inf = torch.tensor(float(update is None))
-                feedback.after_step([change])
-        found.append(p.tolist())
-    expected = -1 - (2 + 2 * 1) - (4 + 2 * 2)
-    assert found == [[expected] * 3] * 2
+            p.grad, optimizer.found_inf = torch.full((3,), update or torch.inf), torch.tensor(float(update is None))
+            optimizer.step()
+        found.append((p.tolist(), part.values[0].tolist()))
+    assert found[0] == found[1]
+    expected = -1 - (2 + 2 * 1) - (4 + 2 * 2) if "feedback" in values else -1 - 2 - 4
+    assert [weights for weights, _ in found] == [[expected] * 3] * 2
 
 
 @pytest.mark.parametrize(
-    ("remedy", "kind"),
-    [(Remedy(prediction="difference"), "change"), (Remedy(feedback=1.0), "feedback")],
+    ("remedy", "kind", "missing"),
+    [(Remedy(prediction="difference"), "change", 0.0), (Remedy(feedback=1.0), "feedback", torch.nan)],
     ids=["change", "feedback"],
 )
-def test_state_resumes_on_another_partition(remedy: Remedy, kind: str) -> None:
+def test_state_resumes_on_another_partition(remedy: Remedy, kind: str, missing: float) -> None:
     """The last stage is never late and has no state. With the other partition, one of its blocks is in a late stage."""
     before, after = (mixed(remedy=remedy, k=2, stages=partition) for partition in ([4, 2], [5, 1]))
     before.train(RandomSource(), 6)
     load_state(after, state_of(before), 6, "the other partition")
     saved, loaded = ({k: v for k, v in state_of(run).items() if k.endswith(f"/{kind}")} for run in (before, after))
     assert {key.split("/")[0] for key in loaded} - {key.split("/")[0] for key in saved} == {"block3"}
-    assert all(torch.equal(value, saved.get(key, torch.zeros_like(value))) for key, value in loaded.items())
+    for key, value in loaded.items():
+        torch.testing.assert_close(value, saved.get(key, torch.full_like(value, missing)), rtol=0, atol=0, equal_nan=True)
