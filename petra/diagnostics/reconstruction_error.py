@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 
-import torch
-from torch import Tensor
-
+from petra.diagnostics.weight_drift import distance, norm
 from petra.errors import require
 from petra.hooks import Gradients, Hook
 from petra.method import Keep
@@ -21,14 +19,14 @@ from petra.specs import Streams
 log = logging.getLogger(__name__)
 
 EVERY = 200
-"""Number of microbatches between two measurements. For a measurement each stage keeps one sample of its input."""
+"""About the number of microbatches between two measurements. For a measurement each stage keeps one sample of its input."""
 
 
 class ReconstructionMonitor(Hook):
     """Print a warning, once for each stage of this process, if a reconstructed input is too far from the true one.
 
-    Every :data:`EVERY` microbatches, take the first sample of the input of each run of consecutive blocks that store nothing, and
-    compare it with its reconstruction: ‖x̃ − x‖ / ‖x‖ over both streams. The training result does not change by a bit. The host
+    About every :data:`EVERY` microbatches, take the first sample of the input of each run of blocks that store nothing, and compare
+    it with its reconstruction: ‖x̃ − x‖ / ‖x‖ over both streams. The training result does not change by a bit. The host
     waits for the device only at these measurements.
 
     Args:
@@ -44,7 +42,7 @@ class ReconstructionMonitor(Hook):
 
     def __init__(self, pipeline: Pipeline, limit: float = 0.5) -> None:
         require(limit > 0, "limit", "a number > 0", limit)
-        self.pipeline, self.limit = pipeline, limit
+        self.pipeline, self.limit, self._every = pipeline, limit, distance(pipeline.plan.k, -(-EVERY // pipeline.plan.k))
         self.errors: dict[int, float] = {}
         self.blocks: set[int] = set()
         for j, stage in pipeline.stages.items():
@@ -55,14 +53,14 @@ class ReconstructionMonitor(Hook):
         self._warned: set[int] = set()
 
     def block_forward_begin(self, stage: int, block: int, m: int, x: Streams) -> None:
-        if (m + 1) % EVERY == 0 and block in self.blocks:
+        if (m + 1) % self._every == 0 and block in self.blocks:
             self._inputs[block, m] = tuple(t[:1].clone() for t in x)
 
     def block_backward_end(self, stage: int, block: int, m: int, x: Streams, gradients: Gradients) -> None:
         if (true := self._inputs.pop((block, m), None)) is None:
             return
         difference = [a[:1].double() - b.double() for a, b in zip(x, true, strict=True)]
-        error = self.errors[stage] = (_norm(difference) / _norm(true)).item()
+        error = self.errors[stage] = (norm(difference) / norm(true)).item()
         if error > self.limit and stage not in self._warned:
             self._warned.add(stage)
             log.warning(self._text(stage, m, error))
@@ -78,7 +76,3 @@ class ReconstructionMonitor(Hook):
             f"stage {j + 1}, microbatch {m}: the relative error of the reconstructed input is {error:.2g}, above "
             f"{self.limit:g}; to reduce it, try {', or '.join(remedies)}"
         )
-
-
-def _norm(streams: Streams | list[Tensor]) -> Tensor:
-    return torch.stack([t.double().square().sum() for t in streams]).sum().sqrt()

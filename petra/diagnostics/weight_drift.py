@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from math import gcd, nan
 
 import torch
@@ -47,10 +48,7 @@ class WeightDrift(Hook):
     def backward_begin(self, stage: int, m: int, y: Streams, dy: Streams) -> None:
         if not (before := self._samples.pop((stage, m), None)):
             return
-        moved, size = (
-            torch.stack([t.double().square().sum() for t in tensors]).sum().sqrt()
-            for tensors in ([a - b for a, b in zip(self._entries(stage), before, strict=True)], before)
-        )
+        moved, size = norm([a - b for a, b in zip(self._entries(stage), before, strict=True)]), norm(before)
         self._drifts[stage].append(torch.where(size > 0, moved / size, torch.zeros_like(size)))
 
     def metrics(self) -> dict[str, float]:
@@ -73,6 +71,11 @@ class WeightDrift(Hook):
         parameters = [p.detach() for p in self.pipeline.stages[j].gradients.parameters if p.numel()]
         sizes = [min(p.numel(), LARGEST_SAMPLE) for p in parameters]
         return [p.as_strided((size,), (p.numel() // size,)) for p, size in zip(parameters, sizes, strict=True)]
+
+
+def norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of the values of all tensors, in float64."""
+    return torch.stack([t.double().square().sum() for t in tensors]).sum().sqrt()
 
 
 def distance(k: int, updates: int) -> int:

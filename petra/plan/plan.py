@@ -32,7 +32,7 @@ class StagePlan:
             update then separates the two passes.
         delay: Delay τ: number of other microbatches that it forwards between a microbatch's forward and backward pass.
         in_flight: Maximum number of microbatches between their forward and their backward pass.
-        staleness: Mean number of updates between a microbatch's forward and backward pass.
+        staleness: Mean number of updates between a microbatch's forward and backward pass in a full pipeline.
     """
 
     index: int

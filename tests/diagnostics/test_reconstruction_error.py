@@ -53,6 +53,7 @@ def test_one_warning_per_stage(caplog: pytest.LogCaptureFixture) -> None:
 def test_each_run_of_reconstructing_blocks_is_measured_at_its_first_block() -> None:
     assert ReconstructionMonitor(built(METHODS["petra"], stages=1), limit=1.0).blocks == {1, 3}
     assert ReconstructionMonitor(built(METHODS["petra"]), limit=1.0).blocks == {1, 3, 4}
+    assert ReconstructionMonitor(built(k=5))._every == 8, "at all positions in an update, not at the last alone"
 
 
 def test_remedies_depend_on_the_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from petra import ConfigError, DataError, TensorSpec
 from petra.data import EvalSource, TrainSource, load_dataset
+from petra.diagnostics.process_memory import release_memory
 from petra.models import resnet18
 from petra.settings import Numerics
 from petra.training import (
@@ -56,6 +57,8 @@ def test_peak_memory_counts_what_was_held() -> None:
     size = before + 2**25
     torch.ones(size, dtype=torch.uint8)
     assert size <= peak_memory(torch.device("cpu")) < before + size + 2**28
+    release_memory(torch.device("cpu"))
+    assert peak_memory(torch.device("cpu")) < size, "another run of this process has a peak of its own"
 
 
 def test_bar_shows_the_current_epoch(capsys: pytest.CaptureFixture[str]) -> None:
