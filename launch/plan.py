@@ -29,7 +29,7 @@ from petra.settings import TransportName
 
 from .config.compose import compose_overrides
 from .config.machines import LATENCY, SCALE, read_machines
-from .config.schema import Config
+from .config.schema import AUTO, Config
 from .run.build import set_numerics, set_up
 from .run.costs import MEMORY_PARTS, show_progress, stage_memories
 from .run.targets import optimizer_factory
@@ -105,7 +105,7 @@ class Candidate:
         chosen: dict[str, object] = {"method": name, **dict(word.split("=") for word in words if word.startswith("method."))}
         if {*self.tuned.stages} != {1}:  # by default, each block is a stage
             chosen["trainer.stages"] = list(self.tuned.stages)
-        if delay not in ((), METHODS[name].delay):
+        if delay not in ((), getattr(METHODS.get(name), "delay", None)):
             chosen["method.delay"] = delay if isinstance(delay, int) else list(delay)
         return [f"{key}={value}".replace(" ", "") for key, value in chosen.items()]
 
@@ -154,23 +154,25 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     Args:
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
-    setup = set_up(config, Process(rank=0, world=config.dp, local_rank=0, local_world=1))
+    setup = set_up(replace(config, trainer=replace(config.trainer, transport=AUTO)), Process(0, config.dp, 0, 1))
     inputs, model, numerics, machines = setup.plan.layout.inputs, setup.plan.model, setup.plan.numerics, _machines(options, config)
     if options.measure:
         set_numerics(config.trainer)
         blocks = profile_blocks(model, inputs, optimizer=optimizer_factory(config.optim), device=setup.device, numerics=numerics)
     else:
         blocks = tuple(block.scaled(1e-12 / options.teraflops) for block in count_blocks(model, inputs, numerics))
-    transport: TransportName = "auto" if config.trainer.device == "cpu" else "lockstep"  # what auto selects on GPUs
+    on_gpus = config.trainer.transport == AUTO and config.trainer.device != "cpu"
+    transport: TransportName = "lockstep" if on_gpus else config.trainer.transport  # what auto selects on GPUs
     rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, {})
-    own, methods = setup.plan.method, [*PREDICTED.values(), AUTO_DELAY]
-    given, usual = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}, METHODS.get(own.name, own)
-    changed = [f"method.{key}={value}" for key, value in given.items() if value not in ("auto", getattr(usual, key, value))]
+    usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), AUTO_DELAY]
+    given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
+    changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in ("auto", getattr(usual, k, v))]
     if changed:
-        methods.append(replace(own, name=", ".join([own.name, *changed])))
+        methods.append(replace(setup.plan.method, name=", ".join([config.method.name, *changed])))
+    last = methods[-1] if "delay" in setup.auto else AUTO_DELAY
     for done, method in enumerate(methods, 1):
         show_progress(f"{method.name}: method {done} of {len(methods)}")
-        memories, tune_delay = None if method is ZB_H1 else predicted, method is AUTO_DELAY
+        memories, tune_delay = None if method is ZB_H1 else predicted, method in (AUTO_DELAY, last)
         try:
             rows.append(predict_method(blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay))
         except ConfigError as error:

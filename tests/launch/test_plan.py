@@ -107,6 +107,10 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     (column,) = [float(line.split("|")[6]) for line in out.splitlines() if line.startswith(f"| {chosen['method']}{auto} ")]
     assert totals[int(device) - 1] == max(totals) == pytest.approx(column, rel=0.01)
     assert sum(float(part.split()[1]) for part in parts.split(", ")) == pytest.approx(column, rel=0.01)
+    fresh = f"method.keep=[{','.join(['input'] * 10)}]"
+    main([*SMALL, "method=petra_fresh", fresh, "remedy=pipemare", "trainer.transport=edge"])
+    out = capsys.readouterr().out.replace("'", "")
+    assert all(part in out for part in (f"| petra_fresh, {fresh} ", "- paci: remedy.correction: expected 0 unless"))
 
 
 @pytest.mark.parametrize("word", ["devices=0", "latency=inf", "teraflops=-1", "teraflops=inf", "bandwidth=1e300", "memory=nan"])
