@@ -19,7 +19,7 @@ from petra.engine.endpoints import Loss
 from petra.errors import PetraError, require
 
 MAPPED = re.compile(
-    "output_dir|do_.*|.*_checkpoint|per_device_.*|gradient_accumulation_steps|num_train_epochs|max_steps|learning_rate|lr_.*|warmup_.*|"
+    "output_dir|do_.*|resume_from_checkpoint|per_device_.*|gradient_accumulation_steps|num_train_epochs|max_steps|learning_rate|lr_.*|warmup_.*|"
     "optim|weight_decay|adam_.*|max_grad_norm|label_smoothing_factor|bf16|log.*|disable_tqdm|report_to|run_name|project|eval_.*|"
     "prediction_loss_only|metric_for_best_model|greater_is_better|save_.*|(data_)?seed|full_determinism|use_cpu|tf32|local_rank|"
     "ddp_(backend|timeout)|average_tokens_across_devices|dataloader_.*|remove_unused_columns|label_names|train_sampling_strategy|"

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,7 +91,7 @@ def from_pretrained(
     Parameters that are frozen (``requires_grad=False``), as ``peft`` does it, stay frozen.
 
     Args:
-        source: Folder of a checkpoint, or a model of ``transformers`` or ``peft``.
+        source: Folder of a checkpoint, or a model of ``transformers`` or ``peft``, which is put into training mode.
         fields: Names of the rows of the inputs: ``input_ids``, and ``attention_mask`` for padded rows, ``position_ids`` for packed
             documents, ``token_type_ids`` for BERT.
         delimiter: Token with which every document begins. Positions then restart there, and attend to their own document only.
@@ -105,7 +105,7 @@ def from_pretrained(
     """
     named = isinstance(source, str | os.PathLike)
     rows, model = row_names(fields), base_of(loaded(source) if named else source)
-    parts = split(model, rows, delimiter)
+    parts = split(model.train(), rows, delimiter)
     uses = Counter(chain(*(part.parameters() for part in parts.values())))
     report_untied(sum((count - 1) * p.numel() for p, count in uses.items()))
     parts = parts if coupling is None else coupled(parts, coupling)
@@ -164,10 +164,10 @@ def save_pretrained(source: str | Path | Any, state: Mapping[str, Tensor], folde
     blocks, given = split(model, FIELDS[:1], None), {key.partition(".")[0] for key in state}
     require(given == blocks.keys(), "state", f"weights of the blocks {', '.join(blocks)}", ", ".join(sorted(given)), ModelError)
     require(not any(bool(t.isnan().any()) for t in state.values()), "state", "numbers", "NaN", ModelError)
+    model.to(reduce(torch.promote_types, (t.dtype for t in state.values())))  # adapters are merged in this type
     for name, block in blocks.items():
         own = {key.removeprefix(f"{name}."): t for key, t in state.items() if key.startswith(f"{name}.")}
         own = {key.removeprefix("f.").removeprefix("block."): t for key, t in own.items()}  # of a coupling
-        block.to(next(iter(own.values())).dtype)
         try:
             block.load_state_dict(own)
         except RuntimeError as error:

@@ -105,10 +105,14 @@ test_batches_that_do_not_fit = refuses(
 def test_labels_of_one_dimension_and_weights_that_are_nan_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"^labels: expected labels \(B, T\), got a tensor of 1 dimensions"):
         next_tokens(ONES[0])
-    model = tiny(LLAMA)
+    model = tiny(LLAMA, torch.float32).eval()
     state = {key: t * float("nan") for key, t in from_pretrained(model).build(0).state_dict().items()}
+    assert model.training, "dropout acts as in training"
     with pytest.raises(PetraError, match=r"^state: expected numbers, got NaN"):
         save_pretrained(model, state, tmp_path / "new")
+    state = {key: torch.randn(t.shape, dtype=torch.bfloat16 if t.dim() > 1 else None) for key, t in state.items()}
+    save_pretrained(model, state, tmp_path / "new")
+    assert_equal({key: t.float() for key, t in state.items()}, from_pretrained(tmp_path / "new").build(0).state_dict())
 
 
 class Padded:

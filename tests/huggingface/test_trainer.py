@@ -131,10 +131,12 @@ def test_what_cannot_be_mapped_is_refused_by_name(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     model, data = tiny("LlamaForCausalLM", torch.float32), rows(8)
     args = arguments(tmp_path, activation_checkpointing=True, optim="adafactor", neftune_noise_alpha=5.0)
+    args.restore_callback_states_from_checkpoint = True
     with pytest.raises(ConfigError) as refused:
         PetraTrainer(model, args, train_dataset=data, compute_metrics=len)
     expected = (
-        "activation_checkpointing=True, gradient_checkpointing=True, neftune_noise_alpha=5.0, optim=adafactor, compute_metrics"
+        "activation_checkpointing=True, gradient_checkpointing=True, neftune_noise_alpha=5.0, "
+        "restore_callback_states_from_checkpoint=True, optim=adafactor, compute_metrics"
     )
     assert str(refused.value).endswith(f"got {expected}")
     capsys.readouterr()
