@@ -20,7 +20,7 @@ from ..runtime.rank import Process
 from .folder import CHECKPOINTS, as_data, changes_results, differences, flat, require_format
 from .weights import SavedWeights
 
-FIXED = ("optim._target_", "k")
+FIXED = ("optim._target_", "optim.weights", "k")
 """Keys that no resumed run may change: the state in the checkpoint has another form, or belongs to another number of updates."""
 
 

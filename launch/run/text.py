@@ -10,7 +10,7 @@ from pathlib import Path
 from petra.data.tokenizer import VOCABULARY, delimiter_of, fingerprint, load_vocabulary
 from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, require
-from petra.models.generation import Sampling, generate
+from petra.models.generation import Sampling, find_stem, generate
 from petra.pipeline import Pipeline
 from petra.training.weight_files import gathered_blocks
 
@@ -48,7 +48,7 @@ class TextSample:
                 self._start = encode("") or encode("\n")
 
     def __call__(self) -> dict[str, str]:
-        """Return the text as an entry of an epoch's row in the process of the first stage, and nothing in the others."""
+        """Return the text as an entry of an epoch's row in the process of the first stage, if it can generate one."""
         with self._pipeline.averaged():
             state = {f"{name}.{key}": value for name, block in gathered_blocks(self._pipeline) for key, value in block.items()}
         found = dict[str, str]()
@@ -56,8 +56,9 @@ class TextSample:
             if self._pipeline.rank == 0:
                 network = self._pipeline.plan.model.build(self._seed)
                 network.load_state_dict(state)
-                text = generate(network.eval(), self._start, Sampling(TEMPERATURE), self._seed, self._stop)
-                found[SAMPLE] = "".join(self._decode(islice(text, self._tokens)))
+                if find_stem(network) is not None:
+                    text = generate(network.eval(), self._start, Sampling(TEMPERATURE), self._seed, self._stop)
+                    found[SAMPLE] = "".join(self._decode(islice(text, self._tokens)))
         return found
 
 

@@ -118,6 +118,8 @@ class TrainingRun:
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
         same = start.facts.get("contents") in (None, train.contents)
         require(same, "data.root", f"the training data of {start.path}", "others", DataError)
+        masked, own = config.model.options.get("delimiter"), train.delimiter
+        require(None in (masked, own) or masked == own, "model.delimiter", f"null or {own}, as in corpus.json", masked)
         with raise_on_all_ranks():
             self.records = Records(setup, start) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]

@@ -73,6 +73,7 @@ class Dataset:
         bytes_per_target: Mean number of bytes of text per token of the test samples. None for images, and for unknown vocabularies.
         vocabulary: Fingerprint of the vocabulary of the tokens, or of the names of classes. None if they are unknown.
         preparation: How test images are prepared, which predictions for other images repeat. None for text.
+        delimiter: Token with which every document begins. None if it is unknown.
         contents: Fingerprint of the first file of the training data. None if it is unknown.
     """
 
@@ -84,6 +85,7 @@ class Dataset:
     bytes_per_target: float | None = None
     vocabulary: str | None = None
     preparation: Preparation | None = None
+    delimiter: int | None = None
     contents: str | None = None
 
     def __post_init__(self) -> None:

@@ -47,11 +47,11 @@ class Release:
 
     name: str
     help: str
-    folder: str
     files: dict[str, str]
-    labels: str
-    first: int
     classes: int
+    folder: str = ""
+    labels: str = "labels"
+    first: int = 0
     names: tuple[str, str, str] | None = None
     moments: Moments | None = None
 
@@ -116,8 +116,6 @@ CIFAR10 = Release(
         "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
         "test_batch": "40351d587109b95175f43aff81a1287e",
     },
-    labels="labels",
-    first=0,
     classes=10,
     names=("batches.meta", "label_names", "5ff9c542aee3614f3951f8cda6e48888"),
     moments=((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -128,7 +126,6 @@ CIFAR100 = Release(
     folder="cifar-100-python",
     files={"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
     labels="fine_labels",
-    first=0,
     classes=100,
     names=("meta", "fine_label_names", "7973b15100ade9c7d40fb424638fde48"),
     moments=((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
@@ -136,7 +133,6 @@ CIFAR100 = Release(
 IMAGENET32 = Release(
     name="imagenet32",
     help=IMAGENET32_HELP,
-    folder="",
     files={
         "train_data_batch_1": "6c4495e65cd24a8c3019857ef9b758ee",
         "train_data_batch_2": "3dd727de4155836807dfc19f98c9fe70",
@@ -150,7 +146,6 @@ IMAGENET32 = Release(
         "train_data_batch_10": "46ad60a1144aaf97a143914453b0dabb",
         "val_data": "06c02b8b4c8de8b3a36b07859a49de6f",
     },
-    labels="labels",
     first=1,
     classes=1000,
 )

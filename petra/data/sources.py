@@ -118,7 +118,7 @@ class TrainSource(_Source):
     Attributes:
         batches_per_epoch: Number of microbatches per epoch.
         preparation: How the data set prepares test images, or None.
-        vocabulary, contents: As of :class:`petra.data.Dataset`. If the contents are unknown, the number of samples.
+        vocabulary, delimiter, contents: As of :class:`petra.data.Dataset`. If the contents are unknown, the number of samples.
 
     Raises:
         ConfigError: If ``batch_size`` is less than 1 or exceeds the training set, or another argument is not accepted.
@@ -140,7 +140,8 @@ class TrainSource(_Source):
         require(is_integer(seed) and 0 <= seed < 2**63, "seed", "an integer >= 0 and < 2^63", seed)
         require(isinstance(augment, bool), "augment", "true or false", augment)
         batches = self.batches_per_epoch = split.count // batch_size
-        self.preparation, self.vocabulary = (getattr(dataset, name, None) for name in ("preparation", "vocabulary"))
+        names = "preparation", "vocabulary", "delimiter"
+        self.preparation, self.vocabulary, self.delimiter = (getattr(dataset, name, None) for name in names)
         self.contents = getattr(dataset, "contents", None) or f"{split.count} samples"
 
         @lru_cache(maxsize=2)  # the first stage may read the next epoch while the last stage still reads the current one

@@ -259,7 +259,7 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
     delimiter = delimiter_of(tokenizer)
     if delimiter is None:
         raise invalid("--vocabulary", f"a vocabulary with one of the tokens {alternatives(DELIMITERS)}", "one without")
-    classes = tokenizer.get_vocab_size()
+    classes, without = tokenizer.get_vocab_size(), f"text without {tokenizer.id_to_token(delimiter)}"
     dtype = np.dtype("<u2" if classes <= 2**16 else "<u4")
     require_no_tokens(folder)
     try:
@@ -275,6 +275,7 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
                     got = f"{again[:40]!r} for {text[:40]!r}"
                     require(again == text, "--vocabulary", "a vocabulary that gives the text back", got, DataError)
                 for (part, text), encoding in zip(batch, encodings, strict=True):
+                    require(delimiter not in encoding.ids, part, without, repr(text[:40]), DataError)
                     writers[part].add([delimiter, *encoding.ids], text)
             for part, writer in writers.items():
                 require(writer.facts["documents"] > 0, OPTIONS.get(part, "text files"), f"a document for {part}", "none", DataError)

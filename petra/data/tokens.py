@@ -223,8 +223,8 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
     known = corpus.get("classes", classes)
     require(classes == known, "data.classes", f"{known}, the tokens of {folder / CORPUS}", classes)
     ratios = {part: _bytes_per_token(folder, part, found, corpus) for part, found in files.items() if corpus}
-    first = next(iter(distinct))[:12]
-    return Dataset("tokens", classes, size, train, test, ratios.get(split), corpus.get("vocabulary"), contents=first)
+    form = "tokens", classes, size, train, test, ratios.get(split)
+    return Dataset(*form, corpus.get("vocabulary"), delimiter=corpus.get("delimiter"), contents=next(iter(distinct))[:12])
 
 
 def _files_of(folder: Path, part: str) -> list[Path]:

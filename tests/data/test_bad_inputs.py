@@ -19,6 +19,7 @@ from petra.data.imagenet import cropped
 from petra.errors import DataError, PetraError
 from petra.inplace_abn.label_maps import read_image
 from tests.data.test_tokens import write_llmc
+from tests.support.commands import refused
 from tests.support.fakes import smooth_image, write_image_folders
 from tests.support.refusals import refuses
 
@@ -169,12 +170,14 @@ def test_data_sets(name: str, change: Change, message: str, tmp_path: Path, capl
     assert re.search(message, shown), shown
 
 
-def lowercase(folder: Path) -> None:
+def vocabularies(folder: Path) -> None:
     from tokenizers import normalizers
 
     from petra.data.tokenizer import train_vocabulary
 
     vocabulary = train_vocabulary([TEXT], 300)
+    (folder / "strike.json").write_text(vocabulary.to_str().replace("<|endoftext|>", "<s>"))
+    (folder / "strike.txt").write_text(f"{TEXT} <s>an old price</s>")
     vocabulary.normalizer = normalizers.Lowercase()
     vocabulary.save(str(folder / "lower.json"))
 
@@ -188,25 +191,18 @@ def lowercase(folder: Path) -> None:
         (copy("a.txt", "b.txt"), ["a.txt", "--validation", "b.txt"], rf"b\.txt: {OTHER} a\.txt"),
         (copy("a.txt", "b.txt"), ["a.txt", "--separator", "<end>"], "--separator: expected a text that occurs in the files"),
         (write("out", b""), ["a.txt", "--vocabulary", "none.json"], "--out: expected a folder without"),  # before all else
-        (lowercase, ["a.txt", "--vocabulary", "lower.json"], "expected a vocabulary that gives the text back, got 'some"),
+        (vocabularies, ["a.txt", "--vocabulary", "lower.json"], "expected a vocabulary that gives the text back, got 'some"),
+        (vocabularies, ["strike.txt", "--vocabulary", "strike.json"], "val: expected text without <s>, got "),
     ],
 )
-def test_tokenize(
-    change: Change,
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_tokenize(change: Change, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
     monkeypatch.chdir(tmp_path)
     write("a.txt", TEXT)(tmp_path)
     change(tmp_path)
     paths = [str(tmp_path / word) if "." in word else word for word in words]
-    with pytest.raises(SystemExit):
-        tokenize.main([*paths, "--out", str(tmp_path / "out"), *([] if "--vocabulary" in words else ["--vocabulary", "300"])])
-    assert re.search(message, capsys.readouterr().err.replace(f"{tmp_path}/", ""))
+    arguments = [*paths, "--out", str(tmp_path / "out"), *([] if "--vocabulary" in words else ["--vocabulary", "300"])]
+    assert re.search(message, refused(tokenize.main, arguments).replace(f"{tmp_path}/", ""))
     assert not [*(tmp_path / "out").glob("*.bin")]
 
 

@@ -16,6 +16,7 @@ from launch.bench.contestants import Batches, Setting
 from launch.bench.measure import CONTESTANTS, PEERS, Measurement
 from petra import Numerics, TensorSpec, make_plan
 from petra.models import MODELS
+from tests.support.commands import refused
 from tests.support.processes import run_processes
 
 
@@ -81,18 +82,14 @@ def test_contestants_alternate_at_their_best_sizes_and_failures_are_named(
     assert page.count("<svg") == 1
 
 
-def test_what_has_no_time_is_named_and_bad_arguments_are_refused(
-    asked: list[Measurement], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_has_no_time_is_named_and_bad_arguments_are_refused(asked: list[Measurement], tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         command.main(["gpu", "--out", str(tmp_path), "--minutes", "1e-9", "--only", "eager: PETRA"])
     cases = json.loads((tmp_path / "bench.json").read_text())["cases"]
     assert {entry["error"] for case in cases.values() for entry in case.values()} == {"left out: no time"}
     assert not asked
     for arguments, expected in ((["--devices", "0"], "--devices"), (["--minutes", "0"], "--minutes"), (["--only", "x"], "--only")):
-        with pytest.raises(SystemExit):
-            command.main(["gpu", "--out", str(tmp_path), *arguments])
-        assert capsys.readouterr().err.startswith(f"error: {expected}: ")
+        assert refused(command.main, ["gpu", "--out", str(tmp_path), *arguments]).startswith(f"{expected}: ")
 
 
 def test_the_search_leaves_time_for_rounds(asked: list[Measurement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,9 +99,12 @@ def test_only_the_first_process_needs_the_vocabulary_for_a_sample(trained: Path,
 
 def test_a_sample_that_fails_in_the_first_process_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     failure = (ModelError, "weights: expected those of a network with finite logits, got nan")
-    monkeypatch.setattr("petra.distributed.all_gather_objects", lambda own, group: [failure, own])
     monkeypatch.setattr("launch.run.text.gathered_blocks", lambda pipeline: ())
     sample: Any = object.__new__(TextSample)
+    plan = SimpleNamespace(model=SimpleNamespace(build=lambda seed: torch.nn.Identity()))
+    sample._seed, sample._pipeline = 0, SimpleNamespace(rank=0, averaged=nullcontext, plan=plan)
+    assert sample() == {}, "a network of one's own, which may not generate text, trains without a sample"
+    monkeypatch.setattr("petra.distributed.all_gather_objects", lambda own, group: [failure, own])
     sample._pipeline = SimpleNamespace(rank=1, averaged=nullcontext)
     with pytest.raises(PetraError, match="finite logits, got nan"):
         sample()
@@ -159,6 +162,8 @@ def test_another_vocabulary_of_the_same_size_is_refused(trained: Path, other: Pa
             error = refused(command, [f"{trained}/run", root, *words])
             assert "expected the vocabulary or names of classes" in error
             assert str(other) in error or error.startswith("data.root: ")
+    with pytest.raises(PetraError, match=r"^model\.delimiter: expected null or 0, as in corpus\.json, got 5"):
+        train(*RUN, f"data.root={trained}/tokens", "model.delimiter=5", "trainer.sample=null")
 
 
 @pytest.mark.parametrize("word", ["resume", "init_from"])
