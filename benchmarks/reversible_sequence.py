@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.report import alternate, benchmark_parser, installed, peak_mib, ratio, save, spread, table
+from benchmarks.report import alternate, benchmark_parser, installed, numbers, peak_mib, ratio, save, spread, table
 from benchmarks.reversible_peers import LIBRARIES, PEERS, Forward, gradients, step
 
 
@@ -94,9 +94,9 @@ def by_depth(rows: dict[str, dict[str, float]], what: str, form: str = "{:.4g}")
 
 def main() -> None:
     parser = benchmark_parser(__doc__, 9, images=(64, 32, 4))
-    parser.add_argument("--depths", default="8,16,32,64", help="numbers of blocks, which must be even")
+    parser.add_argument("--depths", type=numbers, default="8,16,32,64", help="numbers of blocks, which must be even")
     options = parser.parse_args()
-    depths, shape = [int(d) for d in options.depths.split(",")], (options.channels, options.size, options.batch)
+    depths, shape = options.depths, (options.channels, options.size, options.batch)
 
     names, missing = installed({name: partial(_named, name) for name in PEERS})
     check_gradients_agree(list(names))

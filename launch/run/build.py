@@ -99,8 +99,7 @@ class Setup:
             loss = partial(bootstrapped_cross_entropy, fraction=trainer.bootstrap, label_smoothing=trainer.label_smoothing)
         build, epochs = factory("remedy", config.remedy), config.remedy.discount
         require(takes(build, "discount") or not epochs, "remedy.discount", f"0 with {config.remedy._target_}", epochs)
-        discount = {"discount": round(epochs * microbatches_per_epoch)} if takes(build, "discount") else {}
-        remedies = build(**discount)
+        remedies = build(**({"discount": round(epochs * microbatches_per_epoch)} if takes(build, "discount") else {}))
         return Recipe(
             optimizer=optimizer_factory(config.optim),
             learning_rate=learning_rate(config, microbatches_per_epoch),

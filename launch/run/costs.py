@@ -112,10 +112,10 @@ def stage_memories(setup: Setup, known: Known, method: Method, tuned: Tuned) -> 
 
 def _memory(setup: Setup, known: Known) -> list[PredictedMemory]:
     """Predict the memory of each process of a replica."""
-    setup.recipe().check(setup.plan)
-    shape = setup.plan.layout.inputs.shape
+    recipe, shape = setup.recipe(), setup.plan.layout.inputs.shape
+    recipe.check(setup.plan)
     forms = {"images": shape[:1], "tokens": (math.prod(shape[:2]),), "pixels": (shape[0], *shape[2:])}
-    return predict_memory(setup.plan, setup.recipe(), TensorSpec(forms[setup.unit], torch.int64), known)
+    return predict_memory(setup.plan, recipe, TensorSpec(forms[setup.unit], torch.int64), known)
 
 
 def show_progress(text: str) -> None:

@@ -53,9 +53,8 @@ class _Extrapolated(AroundStep):
         self._strength = strength
 
     def after_step(self, change: list[Tensor]) -> None:
-        skipped = getattr(self.optimizer, "found_inf", None)
         for p, new, previous in zip(self.parameters, change, self.values, strict=False):  # no values before an update
             if p.grad is not None:
-                unknown = previous.isnan() if skipped is None else previous.isnan() | (skipped > 0)
+                unknown = previous.isnan() if self.skipped is None else previous.isnan() | (self.skipped > 0)
                 p.add_(torch.where(unknown, 0.0, new - previous), alpha=self._strength)
         self.values = change

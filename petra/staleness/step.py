@@ -34,6 +34,7 @@ class AroundStep(Part):
         values: A tensor per parameter that checkpoints contain; empty before the first update, and without ``kind``.
         kind: Name of ``values`` in checkpoints.
         missing: What ``values`` contain of a parameter before its first update.
+        skipped: Not zero if the device skips this step; None if the optimizer can't skip steps there.
         uses_change: Whether :meth:`after_step` needs the change of the parameters.
     """
 
@@ -77,7 +78,7 @@ class AroundStep(Part):
     @torch.no_grad()
     def _end(self, *_: Any) -> None:
         before, self._before = self._before, []
-        skipped = getattr(self.optimizer, "found_inf", None)  # not zero if the optimizer skipped the step on the device
+        skipped = self.skipped = getattr(self.optimizer, "found_inf", None)
         old = [] if skipped is None else [value.clone() for value in self.values]
         self.after_step(list(foreach_sub(self.parameters, before)) if before else [])
         if skipped is not None and self.values:
