@@ -64,8 +64,7 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
     name = f"{method.replace(', d = ', '_d')}__lr{rate:g}_e{epochs}_s{seed}"
     path = out / f"{name}.json"
     if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        return dict(json.loads(path.read_text(encoding="utf-8")))
     source = TrainSource(part_of(data.train, 0, TRAINING, augment=True), BATCH, seed)
     chosen = EvalSource(part_of(data.train, TRAINING, VALIDATION, augment=False), BATCH)
     schedule = MultiStep(rate, source.batches_per_epoch, epochs, warmup_epochs=1, milestones=(epochs // 2, epochs * 3 // 4))
@@ -112,12 +111,16 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     """Return Markdown tables of the final runs and of the search."""
     final = {method: [row for row in found if row["method"] == method and "test" in row] for method in METHOD}
     accuracies = {method: {row["seed"]: 100 * row["test"] for row in rows} for method, rows in final.items()}
-    lines = ["| method | staleness | rate | seeds | test accuracy (%) | points below backprop |", "|---" * 6 + "|"]
+    epochs = (SHORT, EPOCHS // 2, EPOCHS)
+    others = f"points below backprop | above petra | validation (%) after {', '.join(map(str, epochs))} epochs"
+    lines = [f"| method | staleness | rate | seeds | test accuracy (%) | {others} |", "|---" * 8 + "|"]
     for method, rows in final.items():
         if rows:
             below = "" if method == "backprop" else shown(accuracies["backprop"], accuracies[method])
-            mean = statistics.fmean(accuracies[method].values())
-            lines.append(f"| {method} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)} | {mean:.2f} | {below} |")
+            above = "" if method == "petra" else shown(accuracies[method], accuracies["petra"])
+            curve = ", ".join(f"{100 * statistics.fmean(row['validation'][epoch - 1] for row in rows):.1f}" for epoch in epochs)
+            mean = f"{statistics.fmean(accuracies[method].values()):.2f} | {below} | {above} | {curve}"
+            lines.append(f"| {method} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)} | {mean} |")
     lines += ["", "| method | rate: validation accuracy (%) after the search's runs |", "|---|---|"]
     for method in METHOD:
         tried = {row["rate"]: row["validation"][-1] for row in found if row["method"] == method and "test" not in row}

@@ -288,9 +288,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="measure the efficiency of small microbatches on this machine")
     parser.add_argument("--time", type=Path, help="file of the picture of times, .png or .svg")
     parser.add_argument("--memory", type=Path, help="file of the picture of memory, .png or .svg")
-    parser.add_argument(
-        "--transport", choices=("edge", "lockstep"), default="edge", help="rules of messages in the tables of times"
-    )
+    parser.add_argument("--transport", choices=("edge", "lockstep"), default="edge", help="rules of messages in tables of times")
     options = parser.parse_args()
     if options.measure:
         write_json(EFFICIENCY, measure())
