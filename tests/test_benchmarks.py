@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,8 @@ def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
         plan = make_plan(cell.make_model(), inputs, method=cell.make_method(), k=cell.k)
         found[cell.stages, cell.method, round(plan.stages[0].staleness, 1)] += 1
         Recipe(cell.make_optimizer(), remedies=cell.make_remedies()).check(plan)
-    assert {(j, method, s) for j, method, s in found if j == 16 and method in ("dsp", "delayed")} == {
-        (16, method, s) for method in ("dsp", "delayed") for s in (0.9, 1.9, 3.8, 7.5)
-    }
+    for control in ("dsp", "delayed"):
+        assert {s for j, method, s in found if (j, method) == (16, control)} == {0.9, 1.9, 3.8, 7.5}
     assert {s for j, method, s in found if method in ("pipedream_2bw", "paci")} <= {0.9, 1.0}
     assert {(8, "petra", 3.5), (8, "dsp", 3.5), (32, "petra", 3.9), (32, "dsp", 3.9)} <= set(found)
 
@@ -76,12 +76,10 @@ def tokens(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cells, "VOCABULARY", 8)
-    monkeypatch.setattr(cells, "SHAPES", {16: (2, 8, 2, 8)})
-    monkeypatch.setattr(cells, "WINDOW", 4)
-    for name, value in (("VOCABULARY", 8), ("WINDOW", 4), ("VALIDATION_WINDOWS", 4), ("TEST_WINDOWS", 4)):
-        monkeypatch.setattr(train, name, value)
-    monkeypatch.setattr(command, "UPDATES", 4)
+    sizes = {"VOCABULARY": 8, "WINDOW": 4, "SHAPES": {16: (2, 8, 2, 8)}, "VALIDATION_WINDOWS": 4, "TEST_WINDOWS": 4, "UPDATES": 4}
+    for module, (name, value) in product((cells, train, command), sizes.items()):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, value)
 
 
 @pytest.mark.usefixtures("_small")
@@ -96,8 +94,7 @@ def test_records_of_a_cell(tokens: Path, tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == written, "finished runs are not repeated"
     final = [record for record in records if record["seed"] != command.SEARCH_SEED]
     assert [record["seed"] for record in final] == [0, 1, 2]
-    assert all("test" in record["loss"] for record in final)
-    assert not any("test" in record["loss"] for record in records if record not in final)
+    assert [record for record in records if "test" in record["loss"]] == final
     assert len(final[0]["curve"]) == 4
     assert final[0]["bits_per_byte"]["val"] == pytest.approx(final[0]["loss"]["val"] / np.log(2) / 2)
 
@@ -115,8 +112,7 @@ def test_the_search_chooses_by_the_validation_loss(monkeypatch: pytest.MonkeyPat
     assert searched == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "one rate beyond the best"
     assert {record["updates"] for record in records} == {command.UPDATES}, "the search's runs are as long as the final ones"
     final = [record for record in records if record["seed"] != command.SEARCH_SEED]
-    assert {(record["rate"], record["warmup"]) for record in final} == {(1.6e-2, 0.3)}
-    assert len(final) == 5
+    assert [(record["rate"], record["warmup"]) for record in final] == [(1.6e-2, 0.3)] * 5
 
 
 def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
@@ -153,10 +149,16 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     gaps = {cell: figures.difference(figures.final(records[cell]), figures.base(cell, records)) for cell in records}
     order = sorted((gap[0], cell) for cell, gap in gaps.items() if gap and gap[0] > 0)
     assert {cell for _, cell in order[:2] + order[-2:]} == {f"j16_{cell}" for cell in cells.AGAIN if "backprop" not in cell}
-    claims = re.findall(r"`(j\d+_\w+)` − `(j\d+_\w+)` \| (\S+ ± \S+) \|", page)
-    for cell, other, stated in claims:
-        mean, half = figures.difference(figures.final(records[cell]), figures.final(records[other])) or (0, 0)
-        assert f"{mean:.2f} ± {half:.2f}" == stated
+    claims = re.findall(r"`(j\d+_\w+)` − `(j\d+_\w+)` \| (\S+ ± \S+) \|([^|]*)", page)
+    for cell, other, stated, verdict in claims:
+        one, two = (figures.final(records[name]) for name in (cell, other))
+        mean, half = figures.difference(one, two) or (0, 0)
+        assert f"{mean:.3f} ± {half:.3f}" == stated
+        if (share := re.search(r"(\S+ ± \S+) %", verdict)) is not None:  # of the gap of ``other``
+            reference = figures.base(other, records)
+            shares = {seed: 100 * (two[seed] - one[seed]) / (two[seed] - reference[seed]) for seed in one.keys() & two.keys()}
+            mean, half = figures.difference(shares, dict.fromkeys(shares, 0.0)) or (0, 0)
+            assert f"{mean:.0f} ± {half:.0f}" == share[1]
     assert len(claims) >= 10
     assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
     figures.draw(records, tmp_path / "figure.png")
@@ -190,10 +192,8 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = load_dataset("synthetic", images=80, size=16, classes=3)
-    chosen, whole, indices = vision.part_of(data.train, 64, 16, augment=False).inputs, data.train.inputs, torch.arange(16)
-    assert chosen is not None
-    assert whole is not None
-    assert torch.equal(chosen(indices, 5), whole(indices + 64, None))
+    parts: Any = (vision.part_of(data.train, 64, 16, augment=False), data.train)
+    assert torch.equal(parts[0].inputs(torch.arange(16), 5), parts[1].inputs(torch.arange(64, 80), None))
     sizes = {"WIDTH": 0.0625, "BATCH": 8, "TRAINING": 64, "VALIDATION": 16, "SHORT": 4, "EPOCHS": 4, "SEEDS": (0, 1)}
     for name, value in {**sizes, "RATES": (0.02, 0.1, 0.5), "load_dataset": lambda name, root: data}.items():
         monkeypatch.setattr(vision, name, value)
