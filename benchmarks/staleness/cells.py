@@ -110,10 +110,7 @@ def _grid() -> tuple[Cell, ...]:
             *(Cell(method, k, optimizer) for k, method in product((4, 16), ("petra", "dsp"))),
         )
     ]
-    remedies = [
-        Cell("petra", k, optimizer, remedy)
-        for k, optimizer, remedy in product((4, 16), ("adamw", "muon"), ("feedback", "prediction"))
-    ]
+    remedies = [Cell("petra", *setting) for setting in product((4, 16), ("adamw", "muon"), ("feedback", "prediction"))]
     bounded = [Cell(method, 16, optimizer) for method, optimizer in product(("pipedream_2bw", "paci"), ("adamw", "muon"))]
     lengths = [Cell(method, k, stages=j) for j, k in ((8, 4), (32, 16)) for method in ("backprop", "petra", "dsp")]
     fresh = [Cell("petra", 8, optimizer, delay=1) for optimizer in ("adamw", "muon")]
@@ -125,9 +122,11 @@ GRID = _grid()
 """All cells, in the order in which they run."""
 IDEA = (Cell("petra", 4, "muon", "fitted"), Cell("petra", 8, "muon"), Cell("petra", 8, "muon", "fitted"))
 """Cells beside the grid: an idea of ours, weight prediction with a fitted gain, and PETRA without it at another staleness."""
+CONTROL = Cell("dsp", 16, "muon", "feedback")
+"""Another cell beside the grid: the remedy with which PETRA with Muon ends lowest, for a method that stores inputs."""
 AGAIN = "backprop_k8_adamw", "petra_k4_adamw", "dsp_k4_adamw", "backprop_k8_muon", "petra_k16_muon_feedback", "paci_k16_muon"
 LARGE = tuple(replace(cell, model="revgpt_2m") for cell in GRID if cell.name.removeprefix("j16_") in AGAIN)
 """The two best and the two worst cells of the grid, and backpropagation with their optimizers, at 2 M parameters."""
-CELLS = (*GRID, *IDEA, *LARGE)
+CELLS = (*GRID, *IDEA, CONTROL, *LARGE)
 MOST_COMPARED = (Cell("backprop"), Cell("petra", 8))
 """Cells with five seeds instead of three."""
