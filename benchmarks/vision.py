@@ -119,8 +119,9 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             below = "" if method == "backprop" else shown(accuracies["backprop"], accuracies[method])
             above = "" if method == "petra" else shown(accuracies[method], accuracies["petra"])
             curve = ", ".join(f"{100 * statistics.fmean(row['validation'][epoch - 1] for row in rows):.1f}" for epoch in epochs)
-            mean = f"{statistics.fmean(accuracies[method].values()):.2f} | {below} | {above} | {curve}"
-            lines.append(f"| {method} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)} | {mean} |")
+            setting = f"{method} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)}"
+            mean = statistics.fmean(accuracies[method].values())
+            lines.append(f"| {setting} | {mean:.2f} | {below} | {above} | {curve} |")
     lines += ["", "| method | rate: validation accuracy (%) after the search's runs |", "|---|---|"]
     for method in METHOD:
         tried = {row["rate"]: row["validation"][-1] for row in found if row["method"] == method and "test" not in row}

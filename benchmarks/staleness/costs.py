@@ -169,8 +169,8 @@ def replica_seconds(way: Way, stages: int, bandwidth: float, node: int) -> float
 def ways(records: Records, stages: int, optimizer: str) -> list[Way]:
     """Return the ways to train with a number of stages and an optimizer whose cells have final runs.
 
-    Each method has the k and the remedy with which its training loss ends lowest. With d = 1 instead of 2 and microbatches that are
-    twice as large, it makes the same updates, so it is a way with the same losses.
+    Each method has the k and the remedy with which its training loss ends lowest. A method with d = 2 makes the same
+    updates with d = 1 and microbatches twice as large, which is another way with the same losses.
     """
     found: dict[str, Way] = {}
     for cell, runs in records.items():
@@ -186,10 +186,10 @@ def ways(records: Records, stages: int, optimizer: str) -> list[Way]:
             found |= {name[schedule]: Way(name[schedule], schedule, SIZES, model, optimizer, None, curve) for schedule in FLUSHES}
             continue
         remedy = "" if setting["remedy"] == "none" else f", {setting['remedy']}"
-        settings = [(method, k, None), (f"{method}, d = 1", k // 2, 1)]
-        for key, size, delay in settings if PREDICTED[method].delay == 2 and k // 2 in SIZES else settings[:1]:
+        half = [(f"{method}, d = 1", k // 2, 1)] if PREDICTED[method].delay == 2 and k // 2 in SIZES else []
+        for key, own_k, delay in [(method, k, None), *half]:
             if key not in found or curve[-1] < found[key].curve[-1]:
-                found[key] = Way(f"{key}, k = {size}{remedy}", method, (size,), model, optimizer, delay, curve)
+                found[key] = Way(f"{key}, k = {own_k}{remedy}", method, (own_k,), model, optimizer, delay, curve)
     return list(found.values())
 
 
