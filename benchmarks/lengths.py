@@ -21,18 +21,7 @@ from petra.training import OPTIMIZERS
 CASES = {512: (128, 256, 512), 2048: (256, 512, 1024, 2048)}
 """Lengths of sequences, by the tokens of a microbatch."""
 revgpt_1m = partial(
-    revgpt,
-    1_024,
-    128,
-    4,
-    4,
-    kv_heads=2,
-    hidden=512,
-    mlp="swiglu",
-    norm="rmsnorm",
-    bias=False,
-    positions="rotary",
-    qk_norm=True,
+    revgpt, 1_024, 128, 4, 4, kv_heads=2, hidden=512, mlp="swiglu", norm="rmsnorm", bias=False, positions="rotary", qk_norm=True
 )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.nodes import free_port
 from stress.frame import PATIENCE, RUN, assert_same, assert_undamaged, environment, latest, parser_of, results, until
+from tests.support.commands import PIPES
 from tests.support.forked import Forked, used
 
 WORLD = 4
@@ -118,8 +119,7 @@ def under_torchrun(kills: int, folder: Path, seconds: float, expected: dict[str,
         words = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3", "--nproc-per-node", str(WORLD // agents)]
         words += ["--nnodes", str(agents), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
         words += ["--rdzv-id", place.name, "-m", "launch.train", *RUN]
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        running = [subprocess.Popen(words, cwd=place, env=environment(), **pipes) for _ in range(agents)]
+        running = [subprocess.Popen(words, cwd=place, env=environment(), **PIPES) for _ in range(agents)]
         try:
             until(lambda: len(workers(running)) == WORLD, lambda: [agent.poll() for agent in running])  # noqa: B023
             victim = chance.choice(workers(running))

@@ -34,8 +34,8 @@ ROOMS = {
     ("petra/staleness",): Budget(433, 433),
     ("petra/training",): Budget(1_736, 1_736),
     ("petra/data",): Budget(1_906, 1_906),
-    ("petra/models",): Budget(1_527, 1_527),
-    ("petra/inplace_abn",): Budget(1_661, 1_661),
+    ("petra/models",): Budget(1_531, 1_531),
+    ("petra/inplace_abn",): Budget(1_695, 1_695),
     ("petra/elastic", "launch/elastic"): Budget(975, 975),
     ("petra/huggingface",): Budget(1_308, 1_308),
     ("petra/diagnostics",): Budget(698, 698),
@@ -43,18 +43,18 @@ ROOMS = {
     ("petra/analysis",): Budget(352, 352),
     ("launch/*.py", "launch/templates"): Budget(916, 916),
     ("launch/config",): Budget(768, 768),
-    ("launch/run",): Budget(1_849, 1_849),
+    ("launch/run",): Budget(1_848, 1_848),
     ("launch/runtime",): Budget(655, 655),
     ("launch/doctor", "launch/selftest"): Budget(931, 931),
     ("launch/bench",): Budget(743, 743),
     ("reproduction",): Budget(2_216, 2_216),
-    ("benchmarks",): Budget(3_323, 3_323),
+    ("benchmarks",): Budget(3_303, 3_303),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_246, 17_246),
+    ("tests", "stress"): Budget(17_229, 17_229),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_056, 26_056)
+BOTH = Budget(26_093, 26_093)
 """petra and launch together: 23,000, 2,500 that were reserved, and what tests and benchmarks have given up (docs/design.md)."""
 CORE = Budget(6_012, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

@@ -109,16 +109,7 @@ def speed(size: int) -> float:
 def decoder(model: str, stages: int) -> Model:
     """Return the decoder whose time is predicted: stem, one layer for each other stage, and head."""
     return (revgpt if model == "revgpt" else gpt)(
-        CLASSES,
-        WIDTH,
-        stages - 2,
-        HEADS,
-        size=TOKENS,
-        hidden=HIDDEN,
-        mlp="swiglu",
-        norm="rmsnorm",
-        bias=False,
-        positions="rotary",
+        CLASSES, WIDTH, stages - 2, HEADS, size=TOKENS, hidden=HIDDEN, mlp="swiglu", norm="rmsnorm", bias=False, positions="rotary"
     )
 
 

@@ -11,7 +11,7 @@ from petra.inplace_abn.confusion import ConfusionMatrix
 from petra.inplace_abn.deeplab import deeplabv3
 from petra.inplace_abn.layer import InPlaceABN, norm_act
 from petra.inplace_abn.losses import bootstrapped_cross_entropy
-from petra.inplace_abn.resnext import resnext101, resnext152
+from petra.inplace_abn.resnext import resnext101, resnext152, resnext_preact
 from petra.inplace_abn.segmentation import camvid, cityscapes, cocostuff, segmentation, vistas
 from petra.inplace_abn.wide_resnet import wide_resnet38
 from petra.models import MODELS
@@ -24,7 +24,7 @@ PIXEL_MODELS = ("deeplabv3",)
 
 DATASETS.update({load.__name__: load for load in (segmentation, camvid, cityscapes, vistas, cocostuff)})
 DECODED.update(PIXEL_DATASETS)
-MODELS.update({build.__name__: build for build in (resnext101, resnext152, wide_resnet38, deeplabv3)})
+MODELS.update({build.__name__: build for build in (resnext101, resnext152, resnext_preact, wide_resnet38, deeplabv3)})
 NORMS["inplace_abn"] = Norm(("leaky_relu",), norm_act)
 NORMS["inplace_abn_sync"] = Norm(("leaky_relu",), partial(norm_act, synchronized=True))
 
@@ -40,6 +40,7 @@ __all__ = [
     "deeplabv3",
     "resnext101",
     "resnext152",
+    "resnext_preact",
     "segmentation",
     "vistas",
     "wide_resnet38",

@@ -20,14 +20,7 @@ LARGEST_GRID = 2**31 - 1, 2**16 - 1
 
 
 def backward(
-    dz: Tensor,
-    z: Tensor,
-    slope: float,
-    scale: Tensor,
-    shift: Tensor,
-    rate: Tensor,
-    statistics: Statistics,
-    needs_dx: bool,
+    dz: Tensor, z: Tensor, slope: float, scale: Tensor, shift: Tensor, rate: Tensor, statistics: Statistics, needs_dx: bool
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return (dL/dx, Σ dy x̂, Σ dy) for z = φ(y) and x̂ = (y − shift) / scale.
 
@@ -44,11 +37,7 @@ def backward(
     blocks = triton.cdiv(channels, tile["BLOCK_C"])
     parts = max(1, min(PROGRAMS // blocks, triton.cdiv(rows, tile["BLOCK_R"])))
     kind = torch.float64 if z.dtype == torch.float64 else torch.float32
-    constants = {
-        "SLOPE": slope,
-        "DTYPE": tl.float64 if z.dtype == torch.float64 else tl.float32,
-        **tile,
-    }
+    constants = {"SLOPE": slope, "DTYPE": tl.float64 if z.dtype == torch.float64 else tl.float32, **tile}
     partial = shift.new_empty((2, parts, channels), dtype=kind)
     _sums_kernel[(blocks, parts)](dz, z, shift, partial, *layout, parts, **constants)
     # A second sum instead of atomic additions: the order is fixed, so results are reproducible bit for bit.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -37,12 +38,6 @@ COCOSTUFF_HELP = (
     "train2017.zip and val2017.zip of https://cocodataset.org, and stuffthingmaps_trainval2017.zip of "
     "https://github.com/nightrome/cocostuff"
 )
-CITYSCAPES_CLASSES = {
-    **{"road": 7, "sidewalk": 8, "building": 11, "wall": 12, "fence": 13, "pole": 17, "traffic light": 19, "traffic sign": 20},
-    **{"vegetation": 21, "terrain": 22, "sky": 23, "person": 24, "rider": 25, "car": 26, "truck": 27, "bus": 28, "train": 31},
-    **{"motorcycle": 32, "bicycle": 33},
-}
-"""Value in a file of ``labelIds`` of each class that is evaluated. The other values from 0 to 33 are ignored."""
 CAMVID_CLASSES = 11
 VISTAS_CLASSES = 65
 """Number of classes; the value 65 is ignored."""
@@ -52,10 +47,12 @@ COCO_THINGS, COCO_STUFF = 91, 91
 
 def class_names(data: str, classes: int) -> tuple[str, ...]:
     """Return the names of the classes of a data set, in the order of their numbers. Where none are known, they are the numbers."""
-    if data == "cityscapes":
-        return tuple(CITYSCAPES_CLASSES)
-    known = yaml.safe_load(files("petra.inplace_abn").joinpath("class_names.yaml").read_text(encoding="utf-8"))
-    return tuple(known.get(data) or map(str, range(classes)))
+    return tuple(_known_classes(data) or map(str, range(classes)))
+
+
+def _known_classes(data: str) -> Any:
+    """Return what class_names.yaml has for a data set, or None."""
+    return yaml.safe_load(files("petra.inplace_abn").joinpath("class_names.yaml").read_text(encoding="utf-8")).get(data)
 
 
 def segmentation(
@@ -122,7 +119,7 @@ def cityscapes(
         require(len(found) > 0, str(images), "folders of images", f"none; {CITYSCAPES_HELP}", DataError)
         return [Pair(i, labels / i.parent.name / i.name.replace(end, "_gtFine_labelIds.png")) for i in found]
 
-    known = {value: number for number, value in enumerate(CITYSCAPES_CLASSES.values())}
+    known = {value: number for number, value in enumerate(_known_classes("cityscapes").values())}
     values = LabelValues(known, range(34), "from 0 to 33 (labelIds)")
     return _dataset("cityscapes", CITYSCAPES_HELP, root, pairs, ("train", split), values, size, height, sampling)
 

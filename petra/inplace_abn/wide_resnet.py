@@ -23,14 +23,18 @@ class BlockSizes(NamedTuple):
     Attributes:
         name: Name of the block.
         widths: Channels of the input, then of the output of each convolution.
-        stride: 2 if the block first halves the image by max pooling, 1 otherwise.
+        stride: Factor by which the block downsamples the image.
         dilation: Dilation of the 3x3 convolutions.
+        groups: Groups of the second convolution.
+        pools: Whether max pooling at the start downsamples the image, instead of the first convolution.
     """
 
     name: str
     widths: tuple[int, ...]
     stride: int
     dilation: int = 1
+    groups: int = 1
+    pools: bool = True
 
     @property
     def channels(self) -> int:
@@ -38,11 +42,10 @@ class BlockSizes(NamedTuple):
         return self.widths[-1]
 
 
-class WideBlock(nn.Module):
+class IdentityBlock(nn.Module):
     """Pre-activation residual block x + branch(x) (He et al. 2016, "Identity mappings in deep residual networks").
 
-    Maps (B, C, H, W) to (B, C', H, W), or to (B, C', H/2, W/2) if it pools. If C' differs from C, a 1x1 convolution of the first
-    activation replaces x.
+    Maps (B, C, H, W) to (B, C', H/stride, W/stride). If C' differs from C, a 1x1 convolution of the first activation replaces x.
 
     Args:
         style: Normalisation and activation.
@@ -52,13 +55,15 @@ class WideBlock(nn.Module):
     def __init__(self, style: layers.Style, sizes: BlockSizes) -> None:
         super().__init__()
         kernels = (3, 3) if len(sizes.widths) == 3 else (1, 3, 1)
-        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if sizes.stride == 2 else nn.Identity()
+        stride = 1 if sizes.pools else sizes.stride
+        self.pool = nn.MaxPool2d(3, stride=2, padding=1) if sizes.stride != stride else nn.Identity()
         # The normalisation must not overwrite its input, which is also the shortcut.
         self.first = nn.Sequential(*layers.norm_act(sizes.widths[0], style, overwrite=False))
         self.branch = nn.Sequential()
         for i, ((a, b), kernel) in enumerate(zip(pairwise(sizes.widths), kernels, strict=True)):
-            self.branch.extend([*(layers.norm_act(a, style) if i else []), layers.conv(a, b, kernel, dilation=sizes.dilation)])
-        self.shortcut = layers.conv(sizes.widths[0], sizes.channels, 1) if sizes.widths[0] != sizes.channels else None
+            convolution = layers.conv(a, b, kernel, 1 if i else stride, sizes.groups if i == 1 else 1, sizes.dilation)
+            self.branch.extend([*(layers.norm_act(a, style) if i else []), convolution])
+        self.shortcut = layers.conv(sizes.widths[0], sizes.channels, 1, stride) if sizes.widths[0] != sizes.channels else None
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.pool(x)
@@ -95,5 +100,5 @@ def wide_resnet38_body(width: float, norm: str, activation: str | None) -> layer
         for i in range(repeat):
             rows.append(BlockSizes(f"layer{layer + 1}_{i}", (in_channels, *inner), stride=2 if i == 0 and layer < 5 else 1))
             in_channels = inner[-1]
-    start, residual = partial(layers.conv, 3, stem, 3), partial(WideBlock, style)
+    start, residual = partial(layers.conv, 3, stem, 3), partial(IdentityBlock, style)
     return layers.Body(start, rows, residual, streams=1, style=style, preactivation=True)

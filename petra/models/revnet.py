@@ -11,7 +11,7 @@ from petra.model import Model
 from petra.models import layers
 from petra.reversible import Coupling
 
-DOWNSAMPLINGS = ("projection", "pooling")
+DOWNSAMPLINGS = ("projection", "pooling", "variant")
 
 
 class Downsample(nn.Module):
@@ -38,24 +38,26 @@ class Downsample(nn.Module):
 class BottleneckResize(nn.Module):
     """Non-reversible bottleneck block that changes the shape of the streams, with a shortcut for each.
 
-    y1 = shortcut2(x2) and y2 = shortcut1(x1) + f(x2). Maps two streams (B, in_channels, H, W) to two streams
-    (B, channels, H/stride, W/stride).
+    y1 = shortcut2(x2) and y2 = shortcut1(x1) + f(x2), or shortcut1(x1) + f(y1) with the kind ``variant``. Maps two streams
+    (B, in_channels, H, W) to two streams (B, channels, H/stride, W/stride).
 
     Args:
         style: Normalisation and activation.
+        kind: One of :data:`DOWNSAMPLINGS`, see :func:`revnet50`.
         row: Sizes of the block.
-        pooling: Whether x2's shortcut is a 3x3 convolution and x1's has no parameters, instead of 1x1 convolutions for both.
     """
 
-    def __init__(self, style: layers.Style, row: layers.Residual, *, pooling: bool = False) -> None:
+    def __init__(self, style: layers.Style, kind: str, row: layers.Residual) -> None:
         super().__init__()
-        self.f = _branch(style, row)
+        self.late = kind == "variant"
+        self.f = _branch(style, row._replace(in_channels=row.channels, stride=1) if self.late else row)
         resize = partial(layers.conv_norm, row.in_channels, row.channels, stride=row.stride, style=style, activate=False)
-        self.shortcut1 = layers.PoolAndPad(row) if pooling else resize(1)
-        self.shortcut2 = resize(3 if pooling else 1)
+        self.shortcut1 = layers.PoolAndPad(row) if kind == "pooling" else resize(1)
+        self.shortcut2 = resize(1 if kind == "projection" else 3)
 
     def forward(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-        return self.shortcut2(x2), self.shortcut1(x1) + self.f(x2)
+        y1 = self.shortcut2(x2)
+        return y1, self.shortcut1(x1) + self.f(y1 if self.late else x2)
 
 
 def revnet18(
@@ -94,7 +96,9 @@ def revnet50(
         downsampling: Kind of the four blocks that change the shape of the streams. ``projection``: the branch reads x2, and a 1x1
             convolution resizes each stream; 30.4 million parameters with the ImageNet stem and head. ``pooling``: the branch
             reads x2, a 3x3 convolution resizes x2, and average pooling and zero channels resize x1; 49.8 million parameters, the
-            layout closest to the 50 million that PETRA's section 4.1 mentions.
+            layout closest to the 50 million that PETRA's section 4.1 mentions. ``variant``, ``BottleneckVariant`` in the
+            authors' code, with a kernel that fits its padding: the branch reads the resized x2, a 3x3 convolution resizes x2, and
+            a 1x1 convolution x1; 53.2 million parameters.
 
     Raises:
         ConfigError: If an argument is out of range.
@@ -124,7 +128,7 @@ def revnet_body(
 def _residual(style: layers.Style, downsampling: str, row: layers.Residual) -> nn.Module:
     if not row.resizes:
         return Coupling(_branch(style, row))
-    return BottleneckResize(style, row, pooling=downsampling == "pooling") if row.bottleneck else Downsample(style, row)
+    return BottleneckResize(style, downsampling, row) if row.bottleneck else Downsample(style, row)
 
 
 def _branch(style: layers.Style, row: layers.Residual) -> nn.Sequential:

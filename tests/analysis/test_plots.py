@@ -37,10 +37,7 @@ def test_a_trace_is_read_back(tmp_path: Path) -> None:
 
 
 def test_pictures_of_a_page_take_its_colours_and_need_nothing_else() -> None:
-    for text in (
-        svg(grid([Panel("epoch", "loss < 1 & more", {"test": [(1, 2.0), (2, 1.0)]})])),
-        svg(timeline(schedule(10, 24))),
-    ):
+    for text in (svg(grid([Panel("epoch", "loss < 1 & more", {"test": [(1, 2.0), (2, 1.0)]})])), svg(timeline(schedule(10, 24)))):
         ElementTree.fromstring(text)
         assert "#000000" not in text
         assert "currentColor" in text

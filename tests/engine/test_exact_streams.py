@@ -8,14 +8,7 @@ from petra import BlockSpec, Keep, Model, ModelError
 from petra.engine.build import make_stage
 from petra.engine.options.exact_streams import OnGrid
 from petra.plan import make_plan
-from petra.reversible import (
-    Coupling,
-    Grid,
-    ReversibleBlock,
-    TwoFunctionCoupling,
-    frozen_statistics,
-    normalisations,
-)
+from petra.reversible import Coupling, Grid, ReversibleBlock, TwoFunctionCoupling, frozen_statistics, normalisations
 from petra.settings import Numerics
 from tests.support.nets import RandomSource, Stem, assert_equal, branch, make_pipeline, mixed_net, sgd
 

@@ -105,7 +105,7 @@ def test_without_staleness_training_is_plain_training(name: str, shape: tuple[in
 
 NETWORKS = {
     **{name: {"width": 1 / 32} for name in ("resnet34", "resnet50", "revnet34", "revnet50")},
-    "revnet50 pooling": {"width": 1 / 32, "downsampling": "pooling"},
+    **{f"revnet50 {kind}": {"width": 1 / 32, "downsampling": kind} for kind in ("pooling", "variant")},
     "resnet32": {"width": 1 / 16},
     "resnet164": {"width": 1 / 16},
     "revnet38": {"width": 1 / 8},

@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from petra import ConfigError, DataError, PetraError
 from petra.huggingface import PetraTrainer
+from stress.frame import environment
 from tests.huggingface.models import VOCABULARY, tiny
 from tests.structure import ROOT
+from tests.support.commands import PIPES
 
 EXAMPLE = ROOT / "examples/huggingface.py"
 EVENTS = ("train_begin", "epoch_begin", "step_end", "log", "evaluate", "save", "epoch_end", "train_end")
@@ -166,16 +168,8 @@ def test_what_cannot_be_mapped_is_refused_by_name(
 
 def run(*command: str | Path, folder: Path) -> None:
     """Run a Python command with a limit, and end its processes with it."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    settings = {**PIPES, "stderr": subprocess.STDOUT, "env": environment(), "cwd": folder, "start_new_session": True}
+    process = subprocess.Popen([sys.executable, *map(str, command)], **settings)
     try:
         output, _ = process.communicate(timeout=300)
     finally:

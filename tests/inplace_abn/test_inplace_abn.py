@@ -144,6 +144,7 @@ test_bad_arguments = refuses(
     lambda build: build(),
     (lambda: InPlaceABN(3, 0), "slope: expected a number > 0 and <= 1, got 0"),
     (partial(MODELS["resnext101"], norm="groupnorm"), "model.norm: expected batchnorm, inplace_abn or inplace_abn_sync, got group"),
+    (partial(MODELS["resnext_preact"], depth=50), "model.depth: expected 101 or 152, got 50"),
     (partial(MODELS["resnext101"], activation="elu"), "expected relu or leaky_relu with model.norm=batchnorm, got elu"),
 )
 
@@ -167,7 +168,7 @@ def test_plain_operations_replace_kernels_that_do_not_compile(monkeypatch: pytes
 
 
 SMALL = {"resnext101": {"cardinality": 2, "base_width": 16}}
-FAMILIES = ("resnet18", "revnet50", "resnext101", "wide_resnet38")
+FAMILIES = ("resnet18", "revnet50", "resnext101", "resnext_preact", "wide_resnet38")
 
 
 def small(name: str, norm: str) -> Chain:

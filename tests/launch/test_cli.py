@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,14 @@ from launch.cli import take_processes
 from launch.runtime import agent
 from launch.runtime.rank import Process
 from petra.errors import ConfigError
+from stress.frame import environment
 from tests.structure import ROOT
-from tests.support.commands import refused
+from tests.support.commands import PIPES, refused
 
 
 def python(code: str, *words: str, env: dict[str, str] | None = None, **options: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.run([sys.executable, "-c", code, *words], env=environment, timeout=120, encoding="utf-8", **options)  # type: ignore[call-overload,no-any-return]
+    options = {**PIPES, "encoding": "utf-8", "env": environment(**(env or {})), **options}
+    return subprocess.run([sys.executable, "-c", code, *words], timeout=120, **options)  # type: ignore[call-overload,no-any-return]
 
 
 IMPORTS = """
@@ -171,15 +172,8 @@ def test_ctrl_c_ends_a_command_with_status_130_and_nothing_else(when: str) -> No
     )
     before = signal.pthread_sigmask(signal.SIG_BLOCK if when == "starts" else signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # A shell starts background jobs with SIGINT ignored.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
+        handle = partial(signal.signal, signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with it ignored
+        process = subprocess.Popen([sys.executable, "-c", program], env=environment(), preexec_fn=handle, **PIPES)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     assert process.stdout is not None

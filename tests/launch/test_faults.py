@@ -20,8 +20,9 @@ from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
 from petra.specs import Streams
+from stress.frame import environment
 from stress.kill_many import children
-from tests.structure import ROOT
+from tests.support.commands import PIPES
 from tests.support.forked import Forked, used
 from tests.support.processes import is_running
 
@@ -190,14 +191,7 @@ BARE = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", 
 @contextmanager
 def started(folder: Path, launcher: Sequence[str], *overrides: str) -> Iterator[subprocess.Popen[str]]:
     """Start an agent with two processes and wait until they train. Kill whatever is left at the end."""
-    agent = subprocess.Popen(
-        [sys.executable, "-m", *launcher, *overrides],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    agent = subprocess.Popen([sys.executable, "-m", *launcher, *overrides], cwd=folder, env=environment(), **PIPES)
     try:
         assert agent.stdout is not None
         while (line := agent.stdout.readline()) and "records in" not in line:

@@ -23,6 +23,7 @@ from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd, trai
 from tests.support.refusals import refuses
 
 SMALL = 1 / 8
+CHANGED = {"cardinality": 64, "base_width": 8, "downsampling": "variant", "depth": 152}
 RUN = ("resnet18", "revnet18", "revnet50", "resnet32", "revnet38")  # one of each kind of block
 SECOND_SHORTCUTS = sum(a * b + 2 * b for a, b in ((64, 256), (256, 512), (512, 1024), (1024, 2048)))
 
@@ -56,12 +57,16 @@ SECOND_SHORTCUTS = sum(a * b + 2 * b for a, b in ((64, 256), (256, 512), (512, 1
         ("resnext101 base_width", 64, 35, 0, 88_791_336, 88.79),
         ("resnext152", 64, 52, 0, 59_951_400, 59.95),
         ("wide_resnet38", 64, 19, 0, 109_167_912, 109.17),
+        # networks of the authors' code: RevNet-50 of PETRA, with kernels of 3x3, and ResNeXts of InPlace-ABN
+        ("revnet50 downsampling", 64, 18, 12, 53_242_728, 53.24),
+        ("resnext_preact", 64, 35, 0, 42_902_312, 42.90),
+        ("resnext_preact depth", 64, 52, 0, 58_159_912, 58.16),
     ],
 )
 def test_sizes(name, pixels, blocks, reversible, parameters, millions):
     name, *changed = name.split()
     options = {"stem": "imagenet"} if "stem" in signature(MODELS[name]).parameters and pixels > 32 else {}
-    options |= {key: {"cardinality": 64, "base_width": 8}[key] for key in changed}
+    options |= {key: CHANGED[key] for key in changed}
     profile = MODELS[name](1000 if pixels > 32 else 10, **options).profile(TensorSpec((1, 3, pixels, pixels), torch.float32))
     assert (len(profile), sum(block.reversible for block in profile)) == (blocks, reversible)
     assert sum(block.parameters for block in profile) == parameters
@@ -107,11 +112,12 @@ def test_blocks_that_change_the_shape_return_both_streams_resized():
     for x, y in ((x1, y1 - block.f(x2)), (x2, y2 - block.g(y1))):
         padded = F.pad(x.unflatten(2, (4, 2)).unflatten(4, (4, 2)).mean((3, 5)), (0, 0, 0, 0, 8, 8))
         torch.testing.assert_close(y, padded)
-    block = MODELS["revnet50"](width=1 / 4).build_block(1, 0)
-    y1, y2 = block(x1, x2)
-    assert y1.shape == y2.shape == (2, 64, 8, 8)
-    assert torch.equal(y1, block.shortcut2(x2))
-    assert torch.equal(y2, block.shortcut1(x1) + block.f(x2))
+    for kind in ("projection", "variant"):
+        block = MODELS["revnet50"](width=1 / 4, downsampling=kind).build_block(1, 0)
+        y1, y2 = block(x1, x2)
+        assert y1.shape == y2.shape == (2, 64, 8, 8)
+        assert torch.equal(y1, block.shortcut2(x2))
+        assert torch.equal(y2, block.shortcut1(x1) + block.f(y1 if kind == "variant" else x2))
     block = MODELS["revnet18"](width=1 / 4).build_block(3, 0)
     y1, y2 = block(x1, x2)
     assert torch.equal(y1, block.first(x2))
