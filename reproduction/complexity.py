@@ -43,11 +43,7 @@ QUANTITIES = (
         "Simulated time per microbatch in the steady state if each stage alternates forward and backward, in forwards of one stage",
         5,
     ),
-    (
-        "overlapped",
-        "The same if stages whose next boundary has d >= 2 run forward beside backward",
-        5,
-    ),
+    ("overlapped", "The same if stages whose next boundary has d >= 2 run forward beside backward", 5),
 )
 """Attribute of a measurement, title of its table, and column in the paper's table."""
 

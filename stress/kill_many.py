@@ -94,9 +94,7 @@ def state(run: Path) -> str:
         return "before the first checkpoint"
     if finished(run):
         return "after the last file"
-    if any(run.glob("checkpoints/*.part")):
-        return "during a save"
-    return "between saves"
+    return "during a save" if any(run.glob("checkpoints/*.part")) else "between saves"
 
 
 def finished(run: Path) -> bool:

@@ -47,10 +47,10 @@ ROOMS = {
     ("launch/runtime",): Budget(655, 655),
     ("launch/doctor", "launch/selftest"): Budget(931, 931),
     ("launch/bench",): Budget(743, 743),
-    ("reproduction",): Budget(2_216, 2_216),
+    ("reproduction",): Budget(2_212, 2_212),
     ("benchmarks",): Budget(3_303, 3_303),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_229, 17_229),
+    ("tests", "stress"): Budget(17_233, 17_233),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""

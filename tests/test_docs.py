@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from io import StringIO
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from pydoc import locate
 from typing import Any
@@ -230,6 +231,19 @@ def test_names_in_sentences_are_names_of_the_library(path: Path) -> None:
         found += [f"petra.{method[0]}"] if method and method[1] in petra.__all__ else []
         for name in found:
             assert name.startswith("petra.launch") or locate(name) is not None, name
+
+
+def test_quoted_outcomes_of_training_are_those_of_records() -> None:
+    """Accuracies in percent with two decimals and losses with four, outside of code: of a run, or the mean over its seeds."""
+    runs = defaultdict[str, list[list[float]]](list)
+    for path in (*(ROOT / "reproduction/records").glob("*.json"), *(ROOT / "benchmarks").glob("*_records/*.json")):
+        outcomes = " ".join(re.findall(r'"\w*(?:loss|accuracy|test|validation)\w*": (\[[^]]*|[\d.]+)', path.read_text()))
+        runs[re.sub(r"_s\d+(?=\.)", "", path.name)].append([float(text) for text in re.findall(r"\d+\.\d+(?:e-\d+)?", outcomes)])
+    means = [[sum(each) / len(each) for each in zip(*group, strict=False)] for group in runs.values()]
+    known = {text for value in chain(*means, *chain(*runs.values())) for text in (f"{value:.4f}", f"{100 * value:.2f}")}
+    for path in PAGES:
+        text = FENCE.sub("", path.read_text(encoding="utf-8"))
+        assert {*re.findall(r"(?<![\d.])(?:\d\d\.\d\d(?= %| ±)|[1-9]\.\d{4}(?!\d))", text)} <= known, path
 
 
 def anchors(page: Path) -> set[str]:

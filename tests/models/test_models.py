@@ -23,7 +23,6 @@ from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd, trai
 from tests.support.refusals import refuses
 
 SMALL = 1 / 8
-CHANGED = {"cardinality": 64, "base_width": 8, "downsampling": "variant", "depth": 152}
 RUN = ("resnet18", "revnet18", "revnet50", "resnet32", "revnet38")  # one of each kind of block
 SECOND_SHORTCUTS = sum(a * b + 2 * b for a, b in ((64, 256), (256, 512), (512, 1024), (1024, 2048)))
 
@@ -66,7 +65,7 @@ SECOND_SHORTCUTS = sum(a * b + 2 * b for a, b in ((64, 256), (256, 512), (512, 1
 def test_sizes(name, pixels, blocks, reversible, parameters, millions):
     name, *changed = name.split()
     options = {"stem": "imagenet"} if "stem" in signature(MODELS[name]).parameters and pixels > 32 else {}
-    options |= {key: CHANGED[key] for key in changed}
+    options |= {key: {"cardinality": 64, "base_width": 8, "downsampling": "variant", "depth": 152}[key] for key in changed}
     profile = MODELS[name](1000 if pixels > 32 else 10, **options).profile(TensorSpec((1, 3, pixels, pixels), torch.float32))
     assert (len(profile), sum(block.reversible for block in profile)) == (blocks, reversible)
     assert sum(block.parameters for block in profile) == parameters
@@ -223,7 +222,6 @@ test_models_that_are_refused = refuses(
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RANK", raising=False)
     example = runpy.run_path(str(ROOT / "examples" / "own_model.py"))
-    reversible = [isinstance(block.build(), example["Coupling"]) for block in example["network"]().blocks]
-    assert reversible == [False, True, True, True, True, False, False]
+    assert sum(isinstance(block.build(), example["Coupling"]) for block in example["network"]().blocks) == 4
     assert example["main"](epochs=1) > 0.2
     assert capsys.readouterr().out.startswith("epoch 1: loss ")

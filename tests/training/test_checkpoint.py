@@ -110,12 +110,12 @@ def saved(folder: Path, count: int = 2, **options: Any) -> Pipeline:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Random damage: test_damaged_checkpoints.py."""
     saved(tmp_path)
-    (tmp_path / "000000004" / "0.pt").unlink()
-    assert newest(tmp_path) == tmp_path / "000000002"
-    assert f"checkpoint {tmp_path}/000000004: incomplete" in caplog.text
-    (tmp_path / "000000002" / MANIFEST).unlink()
+    for name, file in (("000000004", "0.pt"), ("000000002", MANIFEST)):
+        assert newest(tmp_path) == tmp_path / name
+        (tmp_path / name / file).unlink()
     with pytest.raises(DataError, match="expected at least one intact checkpoint, got 2 damaged"):
         newest(tmp_path)
+    assert f"checkpoint {tmp_path}/000000004: incomplete" in caplog.text
     assert newest(tmp_path / "none") is None
 
 
