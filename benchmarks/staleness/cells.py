@@ -121,12 +121,12 @@ def _grid() -> tuple[Cell, ...]:
 GRID = _grid()
 """All cells, in the order in which they run."""
 IDEA = (Cell("petra", 4, "muon", "fitted"), Cell("petra", 8, "muon"), Cell("petra", 8, "muon", "fitted"))
-"""Cells beside the grid: an idea of ours, weight prediction with a fitted gain, and PETRA without it at another staleness."""
 CONTROL = Cell("dsp", 16, "muon", "feedback")
-"""Another cell beside the grid: the remedy with which PETRA with Muon ends lowest, for a method that stores inputs."""
-AGAIN = "backprop_k8_adamw", "petra_k4_adamw", "dsp_k4_adamw", "backprop_k8_muon", "petra_k16_muon_feedback", "paci_k16_muon"
-LARGE = tuple(replace(cell, model="revgpt_2m") for cell in GRID if cell.name.removeprefix("j16_") in AGAIN)
-"""The two best and the two worst cells of the grid, and backpropagation with their optimizers, at 2 M parameters."""
+"""Beside the grid: an idea of ours, a fitted gain, and PETRA without it; and ``dsp`` with the remedy of PETRA's best cell."""
+AGAIN = ("petra_k4_adamw", "dsp_k4_adamw", "dsp_k4_nadam", "petra_k16_muon_feedback", "paci_k16_muon")
+BASES = tuple(f"backprop_k8_{optimizer}" for optimizer in ("adamw", "nadam", "muon"))
+LARGE = tuple(replace(cell, model="revgpt_2m") for cell in GRID if cell.name.removeprefix("j16_") in (*AGAIN, *BASES))
+"""The two best and the three worst cells of the grid, and backpropagation with their optimizers, at 2 M parameters."""
 CELLS = (*GRID, *IDEA, CONTROL, *LARGE)
 MOST_COMPARED = (Cell("backprop"), Cell("petra", 8))
 """Cells with five seeds instead of three."""

@@ -157,17 +157,17 @@ def replica_seconds(way: Way, stages: int, bandwidth: float, node: int) -> float
     return (update_seconds(way, stages, bandwidth, node) + 2 * (REPLICAS - 1) / REPLICAS * nbytes / bandwidth) / REPLICAS
 
 
-def ways(records: Records, stages: int, optimizer: str) -> list[Way]:
+def ways(records: Records, stages: int, optimizer: str, remedies: bool = True) -> list[Way]:
     """Return the ways to train with a number of stages and an optimizer whose cells have final runs.
 
-    Each method has the k and the remedy with which its training loss ends lowest. A method with d = 2 makes the same
-    updates with d = 1 and microbatches twice as large, which is another way with the same losses.
+    Each method has the k and, with ``remedies``, the remedy with which its training loss ends lowest. A method with d = 2
+    makes the same updates with d = 1 and microbatches twice as large, which is another way with the same losses.
     """
     found: dict[str, Way] = {}
     for cell, runs in records.items():
         setting, final = runs[0]["setting"], final_runs(runs)
         own = (setting["stages"], setting["optimizer"]) == (stages, optimizer) and setting["model"] in ("revgpt", "gpt")
-        if not final or not own or "_d1_" in cell:
+        if not final or not own or "_d1_" in cell or not (remedies or setting["remedy"] == "none"):
             continue
         curve = [statistics.fmean(losses) for losses in zip(*(run["curve"] for run in final), strict=True)]
         curve = [statistics.fmean(curve[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(curve))]
@@ -209,20 +209,22 @@ def times(found: Sequence[Way], stages: int, transport: TransportRules = "edge")
     return "\n".join(lines)
 
 
-def faster(found: Sequence[Way], stages: int) -> str:
-    """Return a Markdown table of the :data:`BANDWIDTHS` at which PETRA reaches the common loss before each other way."""
+def faster(found: Sequence[Way], stages: int, transport: TransportRules = "edge") -> str:
+    """Return a Markdown table of the :data:`BANDWIDTHS` at which PETRA is faster than others, and of those of the fastest ways."""
     loss = common_loss(found)
     hours = {
-        way.name: [updates_until(way.curve, loss) * update_seconds(way, stages, bandwidth) for bandwidth in BANDWIDTHS]
+        way.name: [updates_until(way.curve, loss) * update_seconds(way, stages, each, transport=transport) for each in BANDWIDTHS]
         for way in found
     }
-    lines = ["| faster | than | at Gb/s |", "|---|---|---|"]
     petra, others = ([way.name for way in found if (way.schedule == "petra") == own] for own in (True, False))
-    for own, other in product(petra, others):
-        wins = [mine < theirs for mine, theirs in zip(hours[own], hours[other], strict=True)]
-        runs = [list(run) for won, run in groupby(range(len(wins)), wins.__getitem__) if won]
+    wins = {pair: [mine < theirs for mine, theirs in zip(*map(hours.get, pair), strict=True)] for pair in product(petra, others)}
+    near = {name: [x <= 1.001 * min(rest) for x, *rest in zip(own, *hours.values(), strict=True)] for name, own in hours.items()}
+    wins |= {(name, "all others, or as fast"): won for name, won in near.items() if any(won)}
+    lines = ["| faster | than | at Gb/s |", "|---|---|---|"]
+    for (own, other), won in wins.items():
+        runs = [list(run) for each, run in groupby(range(len(won)), won.__getitem__) if each]
         ranges = [" to ".join(dict.fromkeys(f"{BANDWIDTHS[i] * 8e-9:,.4g}" for i in (run[0], run[-1]))) for run in runs]
-        lines.append(f"| {own} | {other} | {'all' if all(wins) else '; '.join(ranges) or 'none'} |")
+        lines.append(f"| {own} | {other} | {'all' if all(won) else '; '.join(ranges) or 'none'} |")
     return "\n".join(lines)
 
 
@@ -280,14 +282,14 @@ def main() -> None:
     parser.add_argument("--time", type=Path, help="file of the picture of times, .png or .svg")
     parser.add_argument("--memory", type=Path, help="file of the picture of memory, .png or .svg")
     parser.add_argument("--transport", choices=("edge", "lockstep"), default="edge", help="rules of messages in tables of times")
+    parser.add_argument("--no-remedies", dest="remedies", action="store_false", help="compare methods without remedies")
     options = parser.parse_args()
     if options.measure:
         write_json(EFFICIENCY, measure())
     records = read_all(options.records)
-    for stages in STAGES:
-        for optimizer in ("adamw", "muon"):
-            if found := ways(records, stages, optimizer):
-                print(f"{optimizer}:\n\n{times(found, stages, options.transport)}\n\n{faster(found, stages)}\n")
+    for stages, optimizer in product(STAGES, ("adamw", "muon")):
+        if found := ways(records, stages, optimizer, options.remedies):
+            print(f"{optimizer}:\n\n{times(found, stages, options.transport)}\n\n{faster(found, stages, options.transport)}\n")
     sizes = memories(16, 16)
     print("| | largest stage, GB | all stages, GB |\n|---|---|---|")
     for name, stages_sizes in sizes.items():

@@ -26,8 +26,7 @@ Records = Mapping[str, list[dict[str, Any]]]
 def read_all(folder: Path) -> Records:
     """Return all records in a folder, in the order of the grid."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for path in sorted(folder.glob("*.json")):
-        record = read(path)
+    for record in map(read, sorted(folder.glob("*.json"))):
         found[record["cell"]].append(record)
     return {cell.name: found[cell.name] for cell in CELLS if cell.name in found}
 
@@ -81,8 +80,7 @@ def results(records: Records) -> str:
         "|---" * 8 + "|",
     ]
     for cell, found in records.items():
-        losses = final(found)
-        if not losses:
+        if not (losses := final(found)):
             continue
         runs = final_runs(found)
         spread = f" ± {statistics.stdev(losses.values()):.3f}" if len(losses) > 1 else ""
