@@ -126,7 +126,7 @@ CONTROL = Cell("dsp", 16, "muon", "feedback")
 AGAIN = ("petra_k4_adamw", "dsp_k4_adamw", "dsp_k4_nadam", "petra_k16_muon_feedback", "paci_k16_muon")
 BASES = tuple(f"backprop_k8_{optimizer}" for optimizer in ("adamw", "nadam", "muon"))
 LARGE = tuple(replace(cell, model="revgpt_2m") for cell in GRID if cell.name.removeprefix("j16_") in (*AGAIN, *BASES))
-"""The two best and the three worst cells of the grid, and backpropagation with their optimizers, at 2 M parameters."""
+"""The two cells of the grid least above backpropagation, the three most above it, and backpropagation, at 2 M parameters."""
 CELLS = (*GRID, *IDEA, CONTROL, *LARGE)
 MOST_COMPARED = (Cell("backprop"), Cell("petra", 8))
 """Cells with five seeds instead of three."""

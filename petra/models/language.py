@@ -3,11 +3,10 @@
 A reversible layer is y1 = x1 + A(x2), y2 = x2 + M(y1), with attention A and MLP M (Kitaev et al. 2020, "Reformer", section 3). All
 layers between stem and head store nothing.
 
-Weights are initialised as in GPT-2 (Radford et al. 2019, section 2.3). With a larger ``embedding_std`` than GPT-2's 0.02, PETRA's
-gradients are more accurate: the first layers normalise the embedding, so the smaller it is, the more they amplify errors of its
-reconstruction. Embedding and output layer don't share their weights, because stem and head belong to different stages, which
-communicate with their neighbours only. Under autocast the embedding and the streams stay in float32; only the branches compute
-in the lower precision.
+Weights are initialised as in GPT-2 (Radford et al. 2019, section 2.3), with ``embedding_std`` 0.02. The first layers normalise the
+embedding, so the smaller it is, the more they amplify errors of its reconstruction. Embedding and output layer don't share their
+weights, because stem and head belong to different stages, which communicate with their neighbours only. Under autocast the
+embedding and the streams stay in float32; only the branches compute in the lower precision.
 """
 
 from __future__ import annotations
