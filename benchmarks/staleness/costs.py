@@ -80,11 +80,11 @@ class Way:
 
     name: str
     schedule: str
-    ks: Sequence[int]
+    ks: tuple[int, ...]
     model: str
     optimizer: str
     delay: int | None
-    curve: Sequence[float]
+    curve: tuple[float, ...]
 
 
 def measure() -> dict[str, Any]:
@@ -131,18 +131,18 @@ def machines_of(stages: int, bandwidth: float, node: int = 1) -> Machines:
     return replace(Machines.equal(stages), connections=tuple(Connection(link, link) for link in links))
 
 
+@cache
 def update_seconds(way: Way, stages: int, bandwidth: float, node: int = 1, transport: TransportRules = "edge") -> float:
     """Return the seconds of an update, with the fastest of the way's numbers of microbatches.
 
     Messages of the transport ``edge`` travel as soon as they are ready. With ``lockstep``, petra's transport on GPUs, the
     neighbours of a stage wait while it updates its weights.
     """
-    method, machines = PREDICTED[way.schedule], machines_of(stages, bandwidth, node)
-    method = method if way.delay is None else replace(method, delay=way.delay)
+    method = PREDICTED[way.schedule] if way.delay is None else replace(PREDICTED[way.schedule], delay=way.delay)
 
     def seconds(k: int) -> float:
         costs = block_costs(way.model, stages, WINDOWS // k, way.optimizer)
-        return k * predict_method(costs, method, k, machines, transport).prediction.period
+        return k * predict_method(costs, method, k, machines_of(stages, bandwidth, node), transport).prediction.period
 
     return min(map(seconds, way.ks))
 
@@ -169,8 +169,8 @@ def ways(records: Records, stages: int, optimizer: str, remedies: bool = True) -
         own = (setting["stages"], setting["optimizer"]) == (stages, optimizer) and setting["model"] in ("revgpt", "gpt")
         if not final or not own or "_d1_" in cell or not (remedies or setting["remedy"] == "none"):
             continue
-        curve = [statistics.fmean(losses) for losses in zip(*(run["curve"] for run in final), strict=True)]
-        curve = [statistics.fmean(curve[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(curve))]
+        means = [statistics.fmean(losses) for losses in zip(*(run["curve"] for run in final), strict=True)]
+        curve = tuple(statistics.fmean(means[max(0, i - SMOOTH + 1) : i + 1]) for i in range(len(means)))
         method, k, model = setting["method"], setting["k"], setting["model"]
         if method == "backprop":
             name = {schedule: f"{schedule}, {model}" for schedule in FLUSHES}
