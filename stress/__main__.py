@@ -10,8 +10,9 @@ import subprocess
 import sys
 import time
 
-from stress.frame import environment, parser_of
+from stress.frame import parser_of
 from tests.structure import ROOT
+from tests.support.processes import environment
 
 PROGRAMS = {
     "emulated": "-m pytest -q tests/emulated",

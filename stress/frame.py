@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import re
 import time
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from petra.training.checkpoint import checkpoints, verify
-from tests.structure import ROOT
 
 SMALL = (
     *("data=synthetic", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),
@@ -29,11 +27,6 @@ PATIENCE = 400
 def parser_of(text: str | None) -> argparse.ArgumentParser:
     """Return a parser of the options of a program with this docstring."""
     return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a process of a run."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
 
 
 def until(

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.nodes import free_port
-from stress.frame import PATIENCE, RUN, assert_same, assert_undamaged, environment, latest, parser_of, results, until
-from tests.support.commands import PIPES
+from stress.frame import PATIENCE, RUN, assert_same, assert_undamaged, latest, parser_of, results, until
 from tests.support.forked import Forked, used
+from tests.support.processes import PIPES, environment
 
 WORLD = 4
 VARIANTS = ("trainer.transport=edge", "trainer.transport=lockstep")

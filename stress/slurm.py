@@ -22,10 +22,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stress.frame import PATIENCE, SMALL, assert_same, assert_undamaged, environment, parser_of, results, resumed_at, saved, until
+from stress.frame import PATIENCE, SMALL, assert_same, assert_undamaged, parser_of, results, resumed_at, saved, until
 from stress.network import end_processes, network, run
 from tests.structure import ROOT
 from tests.support.forked import Forked
+from tests.support.processes import environment
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "ip", "unshare", "setpriv")
 ADDRESSES = {f"petra-n{i}": f"10.97.0.{i}" for i in (1, 2, 3)}

@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stress.frame import PATIENCE, RUN, assert_same, assert_undamaged, environment, parser_of, results, saved, until
+from stress.frame import PATIENCE, RUN, assert_same, assert_undamaged, parser_of, results, saved, until
 from stress.network import network, processes, run
+from tests.support.processes import environment
 
 ADDRESSES = {"petra-a": "10.98.0.1", "petra-b": "10.98.0.2"}
 HOSTS = tuple(ADDRESSES)

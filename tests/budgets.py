@@ -34,7 +34,7 @@ ROOMS = {
     ("petra/staleness",): Budget(433, 433),
     ("petra/training",): Budget(1_736, 1_736),
     ("petra/data",): Budget(1_906, 1_906),
-    ("petra/models",): Budget(1_531, 1_531),
+    ("petra/models",): Budget(1_530, 1_530),
     ("petra/inplace_abn",): Budget(1_695, 1_695),
     ("petra/elastic", "launch/elastic"): Budget(975, 975),
     ("petra/huggingface",): Budget(1_308, 1_308),
@@ -50,11 +50,11 @@ ROOMS = {
     ("reproduction",): Budget(2_212, 2_212),
     ("benchmarks",): Budget(3_303, 3_303),
     ("examples",): Budget(882, 882),
-    ("tests", "stress"): Budget(17_233, 17_233),
+    ("tests", "stress"): Budget(17_234, 17_234),
     ("docs",): Budget(365, 365),
 }
 """Folders of a room, with the folders inside that are no rooms of their own: lines of Python, docstrings included."""
-BOTH = Budget(26_093, 26_093)
+BOTH = Budget(26_092, 26_092)
 """petra and launch together: 23,000, 2,500 that were reserved, and what tests and benchmarks have given up (docs/design.md)."""
 CORE = Budget(6_012, 6_050)
 """Root, reversible, plan, transport, and what a plain run imports of the engine, wherever it lies."""

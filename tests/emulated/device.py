@@ -92,7 +92,9 @@ def install(options: Options) -> None:
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     import torch  # noqa: F401
 
-    spec: Any = importlib.util.spec_from_file_location(MODULE, path)
+    spec = importlib.util.spec_from_file_location(MODULE, path)
+    assert spec is not None
+    assert spec.loader is not None
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     configure(options)

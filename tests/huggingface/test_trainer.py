@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from petra import ConfigError, DataError, PetraError
 from petra.huggingface import PetraTrainer
-from stress.frame import environment
 from tests.huggingface.models import VOCABULARY, tiny
 from tests.structure import ROOT
-from tests.support.commands import PIPES
+from tests.support.processes import PIPES, environment
 
 EXAMPLE = ROOT / "examples/huggingface.py"
 EVENTS = ("train_begin", "epoch_begin", "step_end", "log", "evaluate", "save", "epoch_end", "train_end")

@@ -16,9 +16,9 @@ from launch.cli import take_processes
 from launch.runtime import agent
 from launch.runtime.rank import Process
 from petra.errors import ConfigError
-from stress.frame import environment
 from tests.structure import ROOT
-from tests.support.commands import PIPES, refused
+from tests.support.commands import refused
+from tests.support.processes import PIPES, environment
 
 
 def python(code: str, *words: str, env: dict[str, str] | None = None, **options: object) -> subprocess.CompletedProcess[str]:
@@ -104,8 +104,11 @@ def test_processes_are_taken_from_the_arguments_and_start_through_the_agent(monk
         ("petra train ", ["k=", "model=", "model.", "optim."], []),
         ("petra train model=rev", ["model=revnet18", "model=revgpt"], ["model=resnet18"]),
         ("petra plan --machines a k=4 optim.", ["optim.lr=", "optim.momentum="], ["model.width="]),
+        ("petra train --np", ["--nproc"], ["--multirun"]),
         ("petra generate run --t", ["--tokens", "--temperature"], ["--prompt"]),
         ("petra train trainer.precision=", ["trainer.precision=bf16", "trainer.precision=fp16"], []),
+        ("petra train optim.nonfinite=s", ["optim.nonfinite=skip"], []),
+        ("petra plan experiment=petra/q", ["experiment=petra/quick"], ["experiment=demo"]),
         ("petra train model=no_such_model optim.", ["optim.lr="], []),
         ("petra compare ", [], ["k="]),
     ],

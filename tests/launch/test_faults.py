@@ -20,11 +20,9 @@ from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
 from petra.specs import Streams
-from stress.frame import environment
 from stress.kill_many import children
-from tests.support.commands import PIPES
 from tests.support.forked import Forked, used
-from tests.support.processes import is_running
+from tests.support.processes import PIPES, environment, is_running
 
 LONG = (
     *("data=synthetic", "data.images=10000", "data.batch_size=4", "data.size=16", "model.width=0.0625", "trainer.device=cpu"),

@@ -1,7 +1,6 @@
 """Valid and invalid configurations, and whole runs in one process and under torchrun."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -20,10 +19,9 @@ from petra import ConfigError, PetraError, TensorSpec
 from petra.data import Dataset, TrainSource, load_dataset
 from petra.plan.layout import Layout
 from petra.staleness import Correction, Discount
-from tests.structure import ROOT
 from tests.support.commands import TINY, lines, planned
 from tests.support.forked import Forked
-from tests.support.processes import run_processes
+from tests.support.processes import PIPES, environment, run_processes
 from tests.support.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
@@ -216,8 +214,7 @@ def test_two_processes_give_the_numbers_of_one_and_leave_all_records(tmp_path: P
 @pytest.mark.processes
 def test_an_error_is_reported_once_under_torchrun(tmp_path: Path) -> None:
     torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 -m launch.train data=cifar10 data.root=nowhere"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    failed = subprocess.run([sys.executable, *torchrun.split()], cwd=tmp_path, env=environment, text=True, capture_output=True)
+    failed = subprocess.run([sys.executable, *torchrun.split()], cwd=tmp_path, env=environment(), **PIPES)
     assert failed.returncode != 0
     assert failed.stderr.count("data_batch_1: can't be read") == 1
     assert "launch/" not in failed.stderr

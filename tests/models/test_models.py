@@ -1,7 +1,6 @@
 """Convolutional networks, models of existing modules, and the example of docs/own_model.md."""
 
 import copy
-import os
 import runpy
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from petra.reversible import ReversibleBlock
 from petra.specs import as_streams
 from tests.structure import ROOT
 from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd, train_plainly
+from tests.support.processes import PIPES, environment
 from tests.support.refusals import refuses
 
 SMALL = 1 / 8
@@ -136,7 +136,7 @@ def test_initial_weights(name):
     assert torch.cat(scaled).std().item() == pytest.approx(1, rel=0.01)
 
 
-PROGRAM = """
+CODE = """
 import torch
 from petra.models.layers import conv
 
@@ -159,10 +159,8 @@ print("correct")
 
 def test_gradients_of_narrow_strided_convolutions() -> None:
     """In processes of their own, because the error corrupts memory."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for isa in ("AVX2", "DEFAULT"):
-        started = {"env": {**environment, "ONEDNN_MAX_CPU_ISA": isa}, "capture_output": True, "text": True}
-        assert subprocess.run([sys.executable, "-c", PROGRAM], **started).stdout == "correct\n"
+        assert subprocess.run([sys.executable, "-c", CODE], env=environment(ONEDNN_MAX_CPU_ISA=isa), **PIPES).stdout == "correct\n"
 
 
 def test_a_model_of_existing_modules_trains_copies_of_them() -> None:
@@ -222,6 +220,7 @@ test_models_that_are_refused = refuses(
 def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("RANK", raising=False)
     example = runpy.run_path(str(ROOT / "examples" / "own_model.py"))
-    assert sum(isinstance(block.build(), example["Coupling"]) for block in example["network"]().blocks) == 4
+    reversible = [isinstance(block.build(), example["Coupling"]) for block in example["network"]().blocks]
+    assert reversible == [False, True, True, True, True, False, False]
     assert example["main"](epochs=1) > 0.2
     assert capsys.readouterr().out.startswith("epoch 1: loss ")

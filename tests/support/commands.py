@@ -1,7 +1,6 @@
 """Configurations, runs and failing commands, all in this process."""
 
 import json
-import subprocess
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
@@ -16,7 +15,6 @@ from launch.run.training import run
 from launch.runtime.rank import Process
 
 ALONE = Process(rank=0, world=1, local_rank=0, local_world=1)
-PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 TINY = ["data=synthetic", "data.images=64", "data.batch_size=8", "model.width=0.0625", "trainer.epochs=1", "trainer.device=cpu"]
 
 

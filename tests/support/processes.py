@@ -3,6 +3,7 @@
 import datetime
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -13,11 +14,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests.structure import ROOT
+
 # The fork server imports torch once, so that its children start in milliseconds instead of seconds.
 context = multiprocessing.get_context("forkserver")
 OURS = ["petra.models", "petra.training", "launch.train", "launch.config.compose", "launch.run.training"]
 PRELOADED = ["torch", "torch.distributed", *OURS, "torch._dynamo", "matplotlib.figure", "pytest"]
 context.set_forkserver_preload(PRELOADED)
+PIPES: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return the environment of a program of this checkout."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
 
 
 class Ended(NamedTuple):

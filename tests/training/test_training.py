@@ -34,9 +34,9 @@ from petra.training import (
     write_json,
 )
 from petra.training.weight_files import hash_of
-from tests.structure import ROOT
 from tests.support.fakes import Evil
 from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed, mixed_net
+from tests.support.processes import environment
 
 
 def test_run_folder_is_new_or_empty(tmp_path: Path) -> None:
@@ -143,8 +143,7 @@ with locked(Path(sys.argv[1])):
 def test_a_second_process_is_refused_until_the_first_has_died(tmp_path: Path) -> None:
     """The lock is held by another process, which has a child."""
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True) as first:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), start_new_session=True) as first:
         try:
             assert first.stdout is not None
             assert first.stdout.readline() == "locked\n"
