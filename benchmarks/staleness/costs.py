@@ -210,7 +210,7 @@ def times(found: Sequence[Way], stages: int, transport: TransportRules = "edge")
 
 
 def faster(found: Sequence[Way], stages: int, transport: TransportRules = "edge") -> str:
-    """Return a Markdown table of the :data:`BANDWIDTHS` at which PETRA is faster than others, and of those of the fastest ways."""
+    """Return a Markdown table of the :data:`BANDWIDTHS` at which PETRA is faster than each other way, and a way is the fastest."""
     loss = common_loss(found)
     hours = {
         way.name: [updates_until(way.curve, loss) * update_seconds(way, stages, each, transport=transport) for each in BANDWIDTHS]

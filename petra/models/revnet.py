@@ -96,9 +96,9 @@ def revnet50(
         downsampling: Kind of the four blocks that change the shape of the streams. ``projection``: the branch reads x2, and a 1x1
             convolution resizes each stream; 30.4 million parameters with the ImageNet stem and head. ``pooling``: the branch
             reads x2, a 3x3 convolution resizes x2, and average pooling and zero channels resize x1; 49.8 million parameters, the
-            layout closest to the 50 million that PETRA's section 4.1 mentions. ``variant``, ``BottleneckVariant`` in the
-            authors' code, with a kernel that fits its padding: the branch reads the resized x2, a 3x3 convolution resizes x2, and
-            a 1x1 convolution x1; 53.2 million parameters.
+            layout closest to the 50 million that PETRA's section 4.1 mentions. ``variant`` (``BottleneckVariant`` in the
+            authors' code, with a kernel that fits its padding): a 3x3 convolution resizes x2, the branch reads the resized x2, and
+            a 1x1 convolution resizes x1; 53.2 million parameters.
 
     Raises:
         ConfigError: If an argument is out of range.
