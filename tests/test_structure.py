@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from launch.config.compose import all_keys
-from tests import budgets
-from tests.structure import ROOT, WHOLE, imports, modules, room, room_imports
+from tests.structure import ROOT, WHOLE, core_lines, imports, modules, parameters, room, room_imports
 
 PETRA = (
     *("errors", "torch_private", "message_formats", "specs", "settings", "hooks", "reversible", "distributed", "method"),
@@ -22,6 +20,14 @@ PETRA = (
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
 LAUNCH = ("templates", "config", "runtime", "run", "elastic", "doctor", "bench", "selftest")
 """Rooms of launch/, from the bottom up. The commands at its root come last. ``reproduction/`` is above them all."""
+CORE_LINES = 6_600
+PARAMETERS = {
+    "petra.engine.stage:Stage": 4,
+    "petra.engine.block:block_runner": 6,
+    "petra.training.trainer:Trainer": 8,
+    "petra.pipeline:Pipeline": 9,
+}
+"""Parameters of constructors and builders, as :func:`tests.structure.parameters` counts them."""
 
 
 def test_every_room_has_a_place() -> None:
@@ -52,33 +58,21 @@ def nodes(*kinds: type[ast.AST]) -> list[tuple[Path, Any]]:
 
 
 def test_files_and_functions_are_short() -> None:
-    assert not [path for path in modules(ROOT).values() if len(path.read_text(encoding="utf-8").splitlines()) > 400]
+    assert not [path for path in modules(ROOT).values() if len(path.read_text(encoding="utf-8").splitlines()) > 500]
     assert len([*(ROOT / "petra").glob("*.py")]) <= 12
     assert not [(path, f.name) for path, f in nodes(ast.FunctionDef, ast.AsyncFunctionDef) if f.end_lineno - f.lineno > 59]
 
 
-@pytest.mark.parametrize("places", budgets.ROOMS, ids=", ".join)
-def test_rooms_keep_their_budgets(places: tuple[str, ...]) -> None:
-    assert budgets.size(*places) <= max(budgets.ROOMS[places])
-
-
-def test_every_folder_with_code_has_a_budget_and_so_have_package_configuration_and_keys() -> None:
-    assert not [path for path, place in budgets.sources().items() if place is None]
-    places = [place for places in budgets.ROOMS for place in places if place.startswith(("petra/", "launch/"))]
-    assert budgets.size(*places) <= budgets.BOTH.limit
-    assert sum(budgets.count(path) for path in (ROOT / "conf").rglob("*.yaml")) <= budgets.CONFIGURATION.limit
-    assert len(all_keys()) <= budgets.KEYS.limit
-
-
 @pytest.mark.processes
-def test_the_core_keeps_its_budget() -> None:
+def test_the_core_is_read_in_one_sitting() -> None:
     """What a plain run imports of the engine counts, so that code does not leave the core by changing its folder only."""
-    assert budgets.core_size() <= budgets.CORE.limit
+    lines = core_lines()
+    assert lines <= CORE_LINES, f"the core has {lines} lines, more than {CORE_LINES}: attach what only some runs need from outside"
 
 
-@pytest.mark.parametrize("name", budgets.PARAMETERS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_constructors_take_few_parameters(name: str) -> None:
-    assert budgets.parameters(name) <= budgets.PARAMETERS[name].limit
+    assert parameters(name) <= PARAMETERS[name]
 
 
 def test_lines_are_not_packed() -> None:
@@ -86,9 +80,6 @@ def test_lines_are_not_packed() -> None:
     ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
     assert ruff["line-length"] == 132
     assert "format" not in ruff
-    mark = "# fmt" + ":"
-    counts = [(ROOT / path).read_text(encoding="utf-8").count(mark) for path in budgets.sources()]
-    assert sum(counts) <= budgets.UNFORMATTED.limit
 
 
 def test_no_private_attribute_of_another_object_is_read() -> None:
