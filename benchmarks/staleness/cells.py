@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from examples.remedies.fitted import FittedPrediction
-from petra import METHODS, Method, Model
+from petra import METHODS, Keep, Method, Model
 from petra.engine.options.remedy import Remedy
 from petra.engine.recipe import OptimizerFactory
 from petra.models import gpt, revgpt
@@ -23,11 +23,12 @@ OTHER_SHAPES = {"gpt_wide": (14, 64, 4, 184), "revgpt_2m": (14, 112, 8, 320)}
 """Shapes for 16 stages: 4/3 of the parameters, with which ``gpt`` computes as much per token as PETRA; and four times as many."""
 OPTIONS = {
     "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
+    "adamw_b1=0.95": {"betas": (0.95, 0.95), "weight_decay": 0.1},
     "nadam": {"betas": (0.99, 0.999), "weight_decay": 0.1},
     "muon": {"betas": (0.9, 0.95), "weight_decay": 0.1},
     "basis_rotation": {"betas": (0.9, 0.95), "weight_decay": 0.1},
 }
-"""Options of the optimizers. NAdam's betas are those of its paper for asynchronous pipelines."""
+"""Options of the optimizers. NAdam's betas are those of its paper for asynchronous pipelines. ``_b1=`` names another β₁."""
 CLIP = 1.0
 """Largest norm of an update's gradient, for each stage."""
 
@@ -43,6 +44,7 @@ class Cell:
         remedy: ``none``, ``feedback``, ``prediction``, or ``fitted``, which is ours (``examples/remedies/fitted.py``).
         stages: Number of stages J, a key of :data:`SHAPES`.
         delay: Boundary delay other than the method's own, or None.
+        keep: What blocks store, other than the method's own, or None.
         model: ``revgpt``; ``revgpt_2m``, four times as large; ``gpt``, the ordinary transformer of equal parameters; or
             ``gpt_wide``, that of equal compute.
     """
@@ -54,18 +56,20 @@ class Cell:
     stages: int = 16
     delay: int | None = None
     model: str = "revgpt"
+    keep: str | None = None
 
     @property
     def name(self) -> str:
         """The name, which determines the cell."""
-        own = "" if self.delay is None else f"_d{self.delay}"
+        own = ("" if self.delay is None else f"_d{self.delay}") + ("" if self.keep is None else f"_{self.keep}")
         other = [part for part, usual in ((self.remedy, "none"), (self.model, "revgpt")) if part != usual]
         return "_".join([f"j{self.stages}", f"{self.method}{own}", f"k{self.k}", self.optimizer, *other])
 
     def make_method(self) -> Method:
         """Return the method."""
         found = METHODS[self.method]
-        return found if self.delay is None else replace(found, delay=self.delay)
+        found = found if self.delay is None else replace(found, delay=self.delay)
+        return found if self.keep is None else replace(found, keep=Keep(self.keep))
 
     def make_model(self) -> Model:
         """Return the network."""
@@ -88,7 +92,7 @@ class Cell:
 
     def make_optimizer(self) -> OptimizerFactory:
         """Return a function that builds the optimizer of a stage."""
-        return partial(OPTIMIZERS[self.optimizer], **OPTIONS[self.optimizer])
+        return partial(OPTIMIZERS[self.optimizer.partition("_b1=")[0]], **OPTIONS[self.optimizer])
 
     def make_remedies(self) -> tuple[Remedy, ...]:
         """Return the remedies. Muon's momentum is no step, so its prediction repeats the last update."""
@@ -123,10 +127,27 @@ GRID = _grid()
 IDEA = (Cell("petra", 4, "muon", "fitted"), Cell("petra", 8, "muon"), Cell("petra", 8, "muon", "fitted"))
 CONTROL = Cell("dsp", 16, "muon", "feedback")
 """Beside the grid: an idea of ours, a fitted gain, and PETRA without it; and ``dsp`` with the remedy of PETRA's best cell."""
+RECIPES = (
+    Cell("petra", 32, "muon"),
+    Cell("petra", 32, "muon", "feedback"),
+    Cell("pipedream_2bw", 16, "muon", "feedback", keep="nothing"),
+    Cell("pipedream_2bw", 16, "adamw", "feedback", keep="nothing"),
+    Cell("petra", 16, "adamw_b1=0.95"),
+)
+"""What a user might choose beside the grid: PETRA at 0.94 updates with Muon, reversible PipeDream-2BW, a larger β₁."""
+GRAPHS = (
+    *(
+        Cell("petra", k, optimizer, delay=d, keep="graph")
+        for k, d in ((8, None), (8, 1), (32, 1))
+        for optimizer in ("muon", "adamw")
+    ),
+    Cell("petra", 8, "muon", "feedback", keep="graph"),
+)
+"""PETRA with stored graphs: gradients of old activations through current weights."""
 AGAIN = ("petra_k4_adamw", "dsp_k4_adamw", "dsp_k4_nadam", "petra_k16_muon_feedback", "paci_k16_muon")
 BASES = tuple(f"backprop_k8_{optimizer}" for optimizer in ("adamw", "nadam", "muon"))
 LARGE = tuple(replace(cell, model="revgpt_2m") for cell in GRID if cell.name.removeprefix("j16_") in (*AGAIN, *BASES))
 """The two cells of the grid least above backpropagation, the three most above it, and backpropagation, at 2 M parameters."""
-CELLS = (*GRID, *IDEA, CONTROL, *LARGE)
+CELLS = (*GRID, *IDEA, CONTROL, *RECIPES, *GRAPHS, *LARGE)
 MOST_COMPARED = (Cell("backprop"), Cell("petra", 8))
 """Cells with five seeds instead of three."""

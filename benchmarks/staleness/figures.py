@@ -63,8 +63,9 @@ def shown(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
 
 
 def base(cell: str, records: Records) -> dict[int, float]:
-    """Return the final losses of backpropagation with the cell's stages, size and optimizer."""
-    own = records[cell][0]["setting"]
+    """Return the final losses of backpropagation with the cell's stages, size and optimizer, with that optimizer's usual β₁."""
+    own = {**records[cell][0]["setting"]}
+    own["optimizer"] = own["optimizer"].partition("_b1=")[0]
     for found in records.values():
         setting = found[0]["setting"]
         same = all(setting[key] == own[key] for key in ("stages", "optimizer", "model"))
@@ -121,6 +122,7 @@ def draw(records: Records, path: Path) -> None:
         setting, losses = found[0]["setting"], list(final(found).values())
         if losses and setting["stages"] == 16 and setting["model"] == "revgpt":
             delay = ", d = 1" if "_d1_" in found[0]["cell"] else ""
+            delay += f", {setting['keep']}" if setting.get("keep") else ""
             remedy = "" if setting["remedy"] == "none" else f", {setting['remedy']}"
             spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
             points = panels[setting["optimizer"]][f"{setting['method']}{delay}{remedy}"]

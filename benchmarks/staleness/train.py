@@ -122,7 +122,7 @@ def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda
     metrics = drift.metrics()
     return {
         "cell": cell.name,
-        "setting": {key: getattr(cell, key) for key in ("method", "k", "optimizer", "remedy", "stages", "model")},
+        "setting": {key: getattr(cell, key) for key in ("method", "k", "optimizer", "remedy", "stages", "model", "keep")},
         "delay": first.delay,
         "staleness": first.staleness,
         "rate": trial.rate,
