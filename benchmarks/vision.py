@@ -16,6 +16,7 @@ import shutil
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from petra import METHODS, Numerics, Pipeline, Recipe, TensorSpec
 from petra.analysis.plots import Panel, grid, save
 from petra.data import Dataset, EvalSource, Split, TrainSource, load_dataset
 from petra.engine.metrics import correct_predictions
+from petra.engine.recipe import OptimizerFactory
 from petra.models import revnet18
-from petra.training import Checkpoints, MultiStep, Trainer, newest, restore, sgd, write_json
+from petra.training import OPTIMIZERS, Checkpoints, MultiStep, Trainer, newest, restore, sgd, write_json
 
 METHOD = {
     "backprop": METHODS["backprop"],
@@ -45,6 +47,12 @@ SHORT, EPOCHS = 5, 20
 RATES = (0.025, 0.05, 0.1, 0.2)
 """Peak learning rates of the search, which goes on by a factor of 2 while the best rate is at an edge."""
 SEARCH_SEED, SEEDS = 100, (0, 1, 2)
+OPTIMIZER: dict[str, tuple[OptimizerFactory, tuple[float, ...]]] = {
+    "sgd": (sgd, RATES),
+    "muon": (partial(OPTIMIZERS["muon"], filters=True), (0.005, 0.01, 0.02)),
+    "adamw": (OPTIMIZERS["adamw"], (0.001, 0.002, 0.004)),
+}
+"""Optimizers by name, with the first learning rates of their search. Muon updates filters as matrices, and has one rate for all."""
 
 
 def part_of(split: Split, start: int, count: int, *, augment: bool) -> Split:
@@ -59,9 +67,10 @@ def part_of(split: Split, start: int, count: int, *, augment: bool) -> Split:
     )
 
 
-def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Path) -> dict[str, Any]:
+def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Path, optimizer: str = "sgd") -> dict[str, Any]:
     """Return the record of a run, which is trained now unless ``out`` has it."""
-    name = f"{method.replace(', d = ', '_d')}__lr{rate:g}_e{epochs}_s{seed}"
+    own = "" if optimizer == "sgd" else f"_{optimizer}"
+    name = f"{method.replace(', d = ', '_d')}{own}__lr{rate:g}_e{epochs}_s{seed}"
     path = out / f"{name}.json"
     if path.exists():
         return dict(json.loads(path.read_text(encoding="utf-8")))
@@ -71,7 +80,7 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
     pipeline = Pipeline(
         revnet18(data.classes, width=WIDTH),
         TensorSpec((BATCH, 3, data.size, data.size), torch.float32),
-        Recipe(sgd, schedule, metrics={"accuracy": correct_predictions}, seed=seed),
+        Recipe(OPTIMIZER[optimizer][0], schedule, metrics={"accuracy": correct_predictions}, seed=seed),
         method=METHOD[method],
         k=K,
         numerics=Numerics(channels_last=True),
@@ -83,6 +92,7 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
     rows = trainer.fit(epochs)
     record = {
         "method": method,
+        "optimizer": optimizer,
         "staleness": pipeline.plan.stages[0].staleness,
         "rate": rate,
         "epochs": epochs,
@@ -102,14 +112,18 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
     return record
 
 
-def search(method: str, data: Dataset, out: Path) -> float:
+def search(method: str, data: Dataset, out: Path, optimizer: str = "sgd") -> float:
     """Return the rate that is best on the validation part."""
-    return best_rate(RATES, lambda rate: -run(method, rate, SHORT, SEARCH_SEED, data, out)["validation"][-1])
+    rates = OPTIMIZER[optimizer][1]
+    return best_rate(rates, lambda rate: -run(method, rate, SHORT, SEARCH_SEED, data, out, optimizer)["validation"][-1])
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
     """Return Markdown tables of the final runs and of the search."""
-    final = {method: [row for row in found if row["method"] == method and "test" in row] for method in METHOD}
+    final = {
+        method: [row for row in found if row["method"] == method and "test" in row and row.get("optimizer", "sgd") == "sgd"]
+        for method in METHOD
+    }
     accuracies = {method: {row["seed"]: 100 * row["test"] for row in rows} for method, rows in final.items()}
     epochs = (SHORT, EPOCHS // 2, EPOCHS)
     others = f"points below backprop | above petra | validation (%) after {', '.join(map(str, epochs))} epochs"
@@ -150,15 +164,17 @@ def main() -> None:
     parser.add_argument("root", type=Path, help="folder that contains cifar-10-batches-py")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records")
     parser.add_argument("--methods", nargs="*", choices=METHOD, default=list(METHOD), help="methods to train; all by default")
+    parser.add_argument("--optimizer", choices=OPTIMIZER, default="sgd", help="optimizer of the runs")
+    parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="seeds of final runs; none searches only")
     parser.add_argument("--picture", type=Path, help="file of the picture")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
     data: Any = load_dataset("cifar10", root=options.root) if options.methods else None
     for method in options.methods:
-        rate = search("backprop" if method == "reversible" else method, data, options.out)
-        for seed in SEEDS[:1] if method == "reversible" else SEEDS:
-            run(method, rate, EPOCHS, seed, data, options.out)
+        rate = search("backprop" if method == "reversible" else method, data, options.out, options.optimizer)
+        for seed in options.seeds[:1] if method == "reversible" else options.seeds:
+            run(method, rate, EPOCHS, seed, data, options.out, options.optimizer)
     show_records(options, table, draw)
 
 

@@ -18,6 +18,7 @@ from petra.training.basis_rotation import BasisRotation
 
 NotNegative = Annotated[float, ">= 0"]
 Betas = Annotated[tuple[float, float], ">= 0 and < 1"]
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 Rated = TypeVar("Rated", bound=torch.optim.Optimizer)
 
 
@@ -93,7 +94,15 @@ class Muon(torch.optim.Optimizer):
     """Muon for the weights of linear layers and AdamW for all other parameters, with one learning rate and one weight decay.
 
     Muon's updates are scaled to the root mean square of AdamW's (Liu et al. 2025, section 2.2), so one rate fits both. AdamW
-    also gets the weights of convolutions and of token and position embeddings.
+    also gets the weights of token and position embeddings, and without ``filters`` those of convolutions.
+
+    Args:
+        module: Module of a stage.
+        momentum, nesterov: Of Muon.
+        betas, eps: Of AdamW, as for Adam.
+        weight_decay: As for SGD.
+        filters: Whether Muon also gets the weights of convolutions: each as a matrix with one row per output channel (Jordan et
+            al. 2024).
     """
 
     # As in torch's fused optimizers, step() skips updates by `found_inf` without synchronizing with the device.
@@ -108,12 +117,13 @@ class Muon(torch.optim.Optimizer):
         betas: Betas = (0.9, 0.999),
         eps: Positive = 1e-8,
         weight_decay: NotNegative = 0.01,
+        filters: bool = False,
     ) -> None:
-        matrices, rest = _matrices(module)
+        matrices, rest = _matrices(module, filters=filters)
         self._parts: list[tuple[torch.optim.Optimizer, int]] = []
         groups: list[dict[str, Any]] = []
         if matrices:
-            muon = torch.optim.Muon(
+            muon = _FilterMuon(
                 matrices, lr=0.0, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
             )
             self._parts.append((muon, 1))
@@ -139,6 +149,42 @@ class Muon(torch.optim.Optimizer):
                 part.found_inf = skip  # type: ignore[attr-defined]
                 part.step()
             start += count
+
+
+class _FilterMuon(torch.optim.Muon):
+    """torch's Muon, which also takes filters: parameters of more than two dimensions, seen as matrices."""
+
+    def __init__(self, parameters: list[Tensor], **options: Any) -> None:
+        filters = [p for p in parameters if p.dim() > 2]
+        super().__init__([{"params": [p for p in parameters if p.dim() == 2]}], **options)  # which refuses others
+        self.param_groups[0]["params"] += filters
+
+    def _init_group(self, group: Any, parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> bool:
+        """Collect parameters, gradients and momentum of a group, each as a view of two dimensions."""
+        for p in group["params"]:
+            old = self.state[p].get("momentum_buffer", torch.zeros_like(p))
+            self.state[p]["momentum_buffer"] = old if old.stride() == p.stride() else torch.empty_like(p).copy_(old)
+        complex_ = super()._init_group(group, parameters, gradients, momenta)
+        for i, p in enumerate([*parameters]):
+            last = not p.is_contiguous()
+            parameters[i], momenta[i] = _as_matrix(p, last), _as_matrix(momenta[i], last)
+            gradients[i] = _as_matrix(gradients[i].contiguous(memory_format=_format(p)), last)
+        return complex_
+
+
+def _format(tensor: Tensor) -> torch.memory_format:
+    """Return the memory format of filters or of a matrix."""
+    if tensor.is_contiguous():
+        return torch.contiguous_format
+    return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d
+
+
+def _as_matrix(tensor: Tensor, channels_last: bool) -> Tensor:
+    """Return a view of filters with one row per output channel: (channels, inputs · height · width), columns in memory's order.
+
+    A flattened copy would lose Muon's updates, which are made in place: ``view`` refuses what is no view.
+    """
+    return (tensor.movedim(1, -1) if channels_last else tensor).view(len(tensor), -1)
 
 
 @torch.no_grad()
@@ -172,11 +218,15 @@ def _without_rate(optimizer: Rated) -> Rated:
     return optimizer
 
 
-def _matrices(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights of linear layers and of the projections of attention layers, and all other trained parameters."""
+def _matrices(module: nn.Module, *, filters: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the weights of linear layers and of the projections of attention layers, and all other trained parameters.
+
+    With ``filters``, weights of convolutions are among the first.
+    """
     layers = [*module.modules()]
     linear = {id(m.weight) for m in layers if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"}  # GPT-2 of transformers
     projections = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+    linear |= {id(m.weight) for m in layers if filters and isinstance(m, CONVOLUTIONS)}
     linear |= {id(getattr(m, name)) for m in layers if isinstance(m, nn.MultiheadAttention) for name in projections}
     linear -= {id(m.weight) for m in layers if isinstance(m, nn.Embedding)}  # shared with a linear layer
     trained = [p for p in module.parameters() if p.requires_grad]

@@ -176,3 +176,27 @@ def test_basis_rotation_is_adam_in_the_rotated_basis() -> None:
             decay = RATE * DECAY if g.dim() > 1 else 0.0
             reference[i] = reference[i] * (1 - decay) - RATE * change
     torch.testing.assert_close(result, reference, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_muon_with_filters_makes_the_updates_of_torchs_muon_on_flattened_filters(form: torch.memory_format) -> None:
+    """Gradients may have another memory format than the filters, and the momentum that of a checkpoint."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 3)).to(memory_format=form)
+    weights = [layer.weight for layer in module]
+    flat = [nn.Parameter(w.detach().flatten(1).clone()) for w in weights]
+    muon = OPTIMIZERS["muon"](module, weight_decay=DECAY, filters=True)
+    reference = torch.optim.Muon(flat, lr=0.1, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    for step in range(3):
+        for w, matrix in zip(weights, flat, strict=True):
+            w.grad = torch.randn(w.shape)
+            matrix.grad = w.grad.flatten(1)
+            if step == 2:
+                muon.state[w]["momentum_buffer"] = muon.state[w]["momentum_buffer"].clone(memory_format=torch.contiguous_format)
+        for group in muon.param_groups:
+            group["lr"] = 0.1
+        muon.step()
+        reference.step()
+    for w, matrix in zip(weights, flat, strict=True):
+        # Newton-Schulz iterates in bf16, so the order of columns changes its rounding
+        torch.testing.assert_close(w.detach().flatten(1), matrix.detach(), rtol=0, atol=2e-3)
