@@ -32,7 +32,9 @@ from .runtime.terminal import command, parser_for
 def main(arguments: list[str] | None = None) -> None:
     """Tokenize text files, and print the size of the corpus."""
     parser = parser_for(__doc__)
-    parser.add_argument("files", nargs="+", type=Path, help="text files: one document each, or one per line in *.jsonl (key text)")
+    parser.add_argument(
+        "files", nargs="+", type=Path, help="text files: one document each, or one per line of JSON objects (key text)"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
     parser.add_argument("--vocabulary", default="4096", help="tokens of a new vocabulary, or the file or folder of one (4096)")
     parser.add_argument("--separator", help=r"text between the documents of a file; \n and \t are understood")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from petra.data.tokenizer import VOCABULARY, delimiter_of, fingerprint, load_vocabulary
+from petra.data.tokenizer import VOCABULARY, classes_of, delimiter_of, fingerprint, load_vocabulary
 from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, require
 from petra.models.generation import Sampling, find_stem, generate
@@ -78,8 +78,8 @@ def vocabulary(config: Config, path: str | None, weights: SavedWeights | None = 
         return lambda text: [*text.encode()], lambda ids: iterdecode((bytes([min(t, 255)]) for t in ids), "utf-8", "replace"), None
     file = Path(path) if path else Path(config.data.options.get("root") or ".") / VOCABULARY
     tokenizer = load_vocabulary(file)
-    size, classes = tokenizer.get_vocab_size(), config.data.classes
-    require(size <= classes, str(file), f"a vocabulary of at most {classes} tokens, the run's data.classes", size, DataError)
+    size, classes = classes_of(tokenizer), config.data.classes
+    require(size <= classes, str(file), f"tokens less than {classes}, the run's data.classes", size - 1, DataError)
     if weights is not None:
         weights.require_vocabulary(str(file), fingerprint(tokenizer))
     delimiter, masked = delimiter_of(tokenizer), config.model.options.get("delimiter")

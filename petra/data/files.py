@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
+from typing import Literal
 
 from petra.errors import DataError, PetraError, first_line, invalid, require
 
+FIRST_LINES = 20
+"""Lines by which JSON is recognised."""
 BLOCKS, BLOCK = 16, 4096
 """Number and bytes of the blocks that :func:`sampled_hash` reads."""
 
@@ -79,18 +84,54 @@ def read(path: Path, help: str, md5: str | None = None) -> bytes:
     return content
 
 
-def require_text(content: bytes, source: Path | str) -> None:
+def require_text(content: bytes, path: Path, line: int = 1) -> None:
     """Check that bytes are text, and not what a failed download left. A page of HTML is a warning.
+
+    Args:
+        content: Bytes of the file, or of a line.
+        path: The file, for error messages.
+        line: Number of the line in which the bytes begin.
 
     Raises:
         DataError: If they contain NUL, as UTF-16, compressed files and images do, or are a pointer of Git LFS.
     """
-    require(b"\0" not in content, str(source), "text in UTF-8", "a NUL byte, as in a binary file or UTF-16", DataError)
-    require(
-        not content.startswith(b"version https://git-lfs"), str(source), "text", "a pointer of Git LFS (git lfs pull)", DataError
-    )
+    if (position := content.find(b"\0")) >= 0:
+        line += content.count(b"\n", 0, position)
+        raise invalid(f"{path}, line {line}", "text in UTF-8", "a NUL byte, as in a binary file or UTF-16", DataError)
+    require(not content.startswith(b"version https://git-lfs"), str(path), "text", "a pointer of Git LFS (git lfs pull)", DataError)
     if content[:32].lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        logging.getLogger(__name__).warning("%s: begins like a page of HTML; a failed download?", source)
+        logging.getLogger(__name__).warning("%s: begins like a page of HTML; a failed download?", path)
+
+
+def json_form(path: Path) -> Literal["lines", "document"] | None:
+    """Return whether a file contains a JSON object in each line or JSON of another form, or None for other text.
+
+    The content decides, whatever the name is: the first lines, of which half must be objects, so that a broken one doesn't make a
+    text of the others; and if the file begins like JSON, all of it.
+
+    Raises:
+        DataError: If the file can't be read.
+    """
+    with reading(path), path.open("rb") as file:
+        lines = filter(bytes.strip, chain.from_iterable(map(bytes.splitlines, file)))
+        first = [line.removeprefix(b"\xef\xbb\xbf").strip() for line in islice(lines, FIRST_LINES)]
+        if first and 2 * sum(line.startswith(b"{") and _is_object(line) for line in first) >= len(first):
+            return "lines"
+        if not first or not first[0].startswith((b"{", b"[")):
+            return None
+        file.seek(0)
+        text = file.read().decode("utf-8-sig", "replace").strip()
+    with suppress(ValueError, RecursionError):  # of a text
+        end = json.JSONDecoder().raw_decode(text)[1]
+        if not text[end:].strip() or text[end:].lstrip()[0] in "{[,":  # one value, or several after each other
+            return "document"
+    return None
+
+
+def _is_object(line: bytes) -> bool:
+    with suppress(ValueError, RecursionError):
+        return isinstance(found := json.loads(line), dict) and len(found) > 0
+    return False
 
 
 def sampled_hash(path: Path) -> str:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from petra.data.files import reading, require_text, sampled_hash
+from petra.data.files import json_form, reading, require_text, sampled_hash
 from petra.data.tokens import CORPUS, FORMATS, HEADER_BYTES, PARTS
 from petra.errors import ConfigError, DataError, alternatives, invalid, require
 
@@ -37,6 +39,8 @@ LONGEST_WORD = 512
 """Bytes after which a new vocabulary divides a word, as in text without whitespace."""
 FEW = 10
 """Number of documents that a part must be expected to have; with fewer, each document is divided."""
+JSON_LINES = (".jsonl", ".ndjson", ".jl", ".jsonlines")
+"""Extensions of files that must have a JSON object in each line."""
 SHARD_TOKENS = 100_000_000
 """Number of tokens after which a new file begins."""
 DOCUMENTS_AT_ONCE = 1000
@@ -48,8 +52,9 @@ COMPARED = 20
 def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[int], object]) -> Iterator[str]:
     """Yield the documents in text files.
 
-    A file ``*.jsonl`` has one document per line, the value of ``text``. Any other file is one document, or several that
-    ``separator`` divides. Empty documents and blank lines are left out. No document may contain the delimiter of documents.
+    A file of JSON objects in lines, whatever its name (:func:`petra.data.files.json_form`), has one document per line, the value of
+    ``text``. Any other file is one document, or several that ``separator`` divides. JSON of another form is refused. Blank lines
+    and empty documents are left out. No document may contain the delimiter of documents.
 
     Args:
         paths: Files with UTF-8 text.
@@ -58,36 +63,62 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
 
     Raises:
         ConfigError: If the separator is empty, or divides no file.
-        DataError: If a file can't be read, is not text, or contains the delimiter.
+        DataError: If a file can't be read, is neither text nor JSON objects in lines, or contains the delimiter.
     """
     require(separator != "", "--separator", "a text", "nothing")
     divided = separator is None
     for path in paths:
-        require(path.suffix != ".json", str(path), "text, or JSON objects in lines in a file *.jsonl", "a file *.json", DataError)
-        with reading(path, what=" as UTF-8 text"), path.open(encoding="utf-8-sig", newline="") as file:
-            if path.suffix == ".jsonl":
-                found: Iterable[str] = (_text(line, f"{path}, line {i}") for i, line in enumerate(file, start=1) if line.strip())
+        form, name = json_form(path), path.suffix.lower()
+        got = "JSON of another form" if form else "a file *.json with neither"
+        usable = form == "lines" if name == ".json" else form != "document"
+        require(usable, str(path), "text, or a JSON object in each line", got, DataError)
+        in_lines = form == "lines" or name in JSON_LINES
+        with reading(path, what=" as UTF-8 text"), path.open("rb") as file:
+            if in_lines:
+                lines = enumerate(chain.from_iterable(map(bytes.splitlines, file)), 1)
+                found = ((i, _text(_decoded(line, path, i), path, i)) for i, line in lines if line.strip())
             else:
-                found = file.read().split(separator) if separator else [file.read()]
-            divided = divided or path.suffix == ".jsonl" or len([*found]) > 1
-            for document in found:
-                progress(len(content := document.encode()))
-                require_text(content, path)
-                expected = f"text without {DELIMITER} (or --separator '{DELIMITER}')"
-                require(DELIMITER not in document, str(path), expected, "one with it", DataError)
+                found = _pieces(_decoded(file.read(), path), separator)
+            for count, (line, document) in enumerate(found, 1):
+                divided = divided or in_lines or count > 1
+                progress(len(document.encode()))
+                if (position := document.find(DELIMITER)) >= 0:
+                    line += 0 if in_lines else document.count("\n", 0, position)
+                    expected = f"text without {DELIMITER} (or --separator '{DELIMITER}')"
+                    raise invalid(f"{path}, line {line}", expected, "one with it", DataError)
                 if document.strip():
                     yield document
     require(divided, "--separator", "a text that occurs in the files", repr(separator))
 
 
-def _text(line: str, where: str) -> str:
-    """Return the value of ``text`` in a line of a file of JSON objects."""
+def _decoded(content: bytes, path: Path, line: int = 1) -> str:
+    """Return the text in a file, or in a line, whose number is ``line``."""
+    require_text(content, path, line)
     try:
-        text: object = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
-        text = None
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line += content.count(b"\n", 0, error.start)
+        found = f"the byte 0x{content[error.start]:02x} ({error.reason})"
+        raise invalid(f"{path}, line {line}", "text in UTF-8", found, DataError) from error
+
+
+def _pieces(text: str, separator: str | None) -> Iterator[tuple[int, str]]:
+    """Yield the documents of a text, each with the number of the line in which it begins."""
+    line = 1
+    for piece in text.split(separator) if separator else [text]:
+        yield line, piece
+        line += (piece + (separator or "")).count("\n")
+
+
+def _text(line: str, path: Path, number: int) -> str:
+    """Return the value of ``text`` in a line of a file of JSON objects."""
+    text: object = None
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        text = json.loads(line)["text"]
     if not isinstance(text, str):
-        raise invalid(where, 'a JSON object with a string "text"', line.strip()[:60], DataError)
+        raise invalid(f"{path}, line {number}", 'a JSON object with a string "text"', line.strip()[:60], DataError)
+    if wrong := re.search("[\0\ud800-\udfff]", text):  # which JSON can escape
+        raise invalid(f"{path}, line {number}", "a text of characters", ascii(wrong[0]), DataError)
     return text
 
 
@@ -136,6 +167,11 @@ def load_vocabulary(path: Path) -> Tokenizer:
 def delimiter_of(tokenizer: Tokenizer) -> int | None:
     """Return the number of the token with which a document begins, or None if the vocabulary has none of :data:`DELIMITERS`."""
     return next((found for name in DELIMITERS if (found := tokenizer.token_to_id(name)) is not None), None)
+
+
+def classes_of(tokenizer: Tokenizer) -> int:
+    """Return the number of classes of a vocabulary: its largest number of a token + 1, since vocabularies may have gaps."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -259,7 +295,7 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
     delimiter = delimiter_of(tokenizer)
     if delimiter is None:
         raise invalid("--vocabulary", f"a vocabulary with one of the tokens {alternatives(DELIMITERS)}", "one without")
-    classes, without = tokenizer.get_vocab_size(), f"text without {tokenizer.id_to_token(delimiter)}"
+    classes, without = classes_of(tokenizer), f"text without {tokenizer.id_to_token(delimiter)}"
     dtype = np.dtype("<u2" if classes <= 2**16 else "<u4")
     require_no_tokens(folder)
     try:
@@ -275,7 +311,8 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
                     got = f"{again[:40]!r} for {text[:40]!r}"
                     require(again == text, "--vocabulary", "a vocabulary that gives the text back", got, DataError)
                 for (part, text), encoding in zip(batch, encodings, strict=True):
-                    require(delimiter not in encoding.ids, part, without, repr(text[:40]), DataError)
+                    start = max(text.find(str(tokenizer.id_to_token(delimiter))) - 20, 0)
+                    require(delimiter not in encoding.ids, part, without, repr(text[start : start + 60]), DataError)
                     writers[part].add([delimiter, *encoding.ids], text)
             for part, writer in writers.items():
                 require(writer.facts["documents"] > 0, OPTIONS.get(part, "text files"), f"a document for {part}", "none", DataError)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Part, Split
-from petra.data.files import folder_of, read, reading, require_distinct, require_text, sampled_hash
+from petra.data.files import folder_of, json_form, read, reading, require_distinct, require_text, sampled_hash
 from petra.errors import DataError, Positive, alternatives, invalid, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
@@ -180,6 +180,7 @@ def text(root: str | Path | None = None, size: int = 256, validation: Positive =
     require(0 < validation < 1, "data.validation", "a number > 0 and < 1", validation)
     path = folder_of(root, "text", TEXT_HELP)
     require_text(raw := read(path, TEXT_HELP), path)
+    require(json_form(path) is None, str(path), "text", "JSON (petra tokenize reads the texts of JSON objects in lines)", DataError)
     train, test = np.split(np.frombuffer(raw, np.uint8), [round(len(raw) * (1 - validation))])
     fits, expected = len(train) > size and len(test) >= 2, f"at least {size + 1} bytes for training and 2 for testing"
     require(fits, str(path), expected, f"{len(train)} and {len(test)}", DataError)

@@ -140,7 +140,9 @@ OTHER = "expected other contents than any other file of the data, got those of"
         ("tokens", corpus(files={"train.bin": "0"}), r"train\.bin: expected the contents whose hash is in corpus\.json"),
         ("tokens", tokens("constraints.bin", WORDS[2]), r"^read 749"),  # of no part
         ("tokens", both(move("train.bin", "train_0.bin"), tokens("train_3.bin", WORDS[2])), "train has a number from 1 to 2"),
-        ("text", write("a.txt", TEXT.encode("utf-16")), r"a\.txt: expected text in UTF-8, got a NUL byte"),
+        ("text", write("a.txt", TEXT.encode("utf-16")), r"a\.txt, line 1: expected text in UTF-8, got a NUL byte"),
+        ("text", write("a.txt", f"{TEXT}\n{TEXT}\0"), r"a\.txt, line 2: expected text in UTF-8, got a NUL byte"),
+        ("text", write("a.txt", '{"text": "one line of many"}\n' * 99), r"a\.txt: expected text, got JSON \(petra tokenize"),
         ("text", write("a.txt", "version https://git-lfs.github.com/spec/v1\n" * 9), "got a pointer of Git LFS"),
         ("text", write("a.txt", "\n<!DOCTYPE html><p>" + TEXT), "begins like a page of HTML"),
         ("imagenet", both(copy("train/n00", "train/.ipynb_checkpoints"), copy("val/n00", "val/.ipynb_checkpoints")), "^read 12$"),
@@ -185,9 +187,33 @@ def vocabularies(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words", "message"),
     [
-        (write("a.json", '["a", "b"]'), ["a.json"], r"a\.json: expected text, or JSON objects in lines"),
-        (write("a.txt", TEXT + "<|endoftext|>" + TEXT), ["a.txt"], r"a\.txt: expected text without <\|endoftext\|>"),
-        (write("a.txt", b"\0" * 99), ["a.txt"], r"a\.txt: expected text in UTF-8, got a NUL byte"),
+        (write("a.JSON", '["a", "b"]'), ["a.JSON"], r"a\.JSON: expected text, or a JSON object in each line, got JSON of another"),
+        (write("a.dat", '{\n "text": "a"\n}\n{\n "text": "b"\n}\n'), ["a.dat"], r"a\.dat: expected text, or a JSON object in each"),
+        (write("a.txt", '[{"text": "a"},\n{"text": "b"}]'), ["a.txt"], r"a\.txt: expected text, or a JSON object in each line"),
+        (write("a.json", TEXT), ["a.json"], r"a\.json: expected text, or a JSON object in each line, got a file \*\.json with"),
+        (
+            write("a.Jsonlines", TEXT),
+            ["a.Jsonlines"],
+            r'a\.Jsonlines, line 1: expected a JSON object with a string "text", got Some',
+        ),
+        (write("a.txt", f"\n{TEXT}\n<|endoftext|>"), ["a.txt"], r"a\.txt, line 3: expected text without <\|endoftext\|>"),
+        (write("a.txt", b"\r\n\xe9t\xe9"), ["a.txt"], r"a\.txt, line 2: expected text in UTF-8, got the byte 0xe9"),
+        (write("a.txt", b"\0" * 99), ["a.txt"], r"a\.txt, line 1: expected text in UTF-8, got a NUL byte"),
+        *(
+            (
+                write("a.dump", f'{{"text": "good"}}\n\n{{"text": "{text}"}}\n'.encode("latin1")),
+                ["a.dump"],
+                rf"a\.dump, line 3: {found}",
+            )
+            for text, found in (
+                ("\\ud83d", r"expected a text of characters, got '\\ud83d'"),
+                ("\\u0000", r"expected a text of characters, got '\\x00'"),
+                ("\0", "expected text in UTF-8, got a NUL byte"),
+                ("caf\xe9", "expected text in UTF-8, got the byte 0xe9"),
+                ("a <|endoftext|>", r"expected text without <\|endoftext"),
+                ('a"b', r'expected a JSON object with a string "text", got \{"text": "a"b"\}'),
+            )
+        ),
         (copy("a.txt", "b.txt"), ["a.txt", "--validation", "b.txt"], rf"b\.txt: {OTHER} a\.txt"),
         (copy("a.txt", "b.txt"), ["a.txt", "--separator", "<end>"], "--separator: expected a text that occurs in the files"),
         (write("out", b""), ["a.txt", "--vocabulary", "none.json"], "--out: expected a folder without"),  # before all else

@@ -77,6 +77,36 @@ def test_files_for_other_parts_and_a_given_vocabulary(tmp_path: Path, capsys: py
     assert capsys.readouterr().err == "", "the progress bar is for terminals"
 
 
+@pytest.mark.parametrize("name", ["a.ndjson", "A.JSONL", "a.jl", "a.json", "a.txt", "documents"])
+def test_objects_in_lines_are_recognised_by_their_content(name: str, tmp_path: Path) -> None:
+    """Also behind a byte order mark, with other ends of lines, and beside text that only looks like JSON."""
+    texts, source = [f"number {i} { {} }" for i in range(30)], tmp_path / name
+    for encoding, end in (("utf-8", "\n"), ("utf-8-sig", "\r\n"), ("utf-8", "\r")):
+        source.write_text(end.join(json.dumps({"id": 1, "text": text}) for text in texts), encoding=encoding, newline="")
+        assert [*tokenizer.documents([source], None, lambda count: None)] == texts
+    for text in ("[1] Introduction\n{}\n", "{ a set }", '{"a": 1} is JSON', "{\\rtf1}", '"quoted"\n[2]\n'):
+        (tmp_path / "b.txt").write_text(text)
+        assert [*tokenizer.documents([tmp_path / "b.txt"], None, lambda count: None)] == [text]
+
+
+def test_a_vocabulary_with_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed is the largest number of a token and one, with which the tokens can be read."""
+    tokenize(tmp_path)
+    for gap, dtype in ((500, "uint16"), (70_000, "uint32")):
+        content = json.loads((tmp_path / "tokens" / "tokenizer.json").read_text())
+        numbers = content["model"]["vocab"]
+        last = max(numbers, key=numbers.get)
+        numbers[last] += gap
+        (tmp_path / f"{gap}.json").write_text(json.dumps(content))
+        main(f"{tmp_path}/texts.txt --vocabulary {tmp_path}/{gap}.json --out {tmp_path}/{gap} --separator <end>\\n".split())
+        (found,) = re.findall(r"data.classes=(\d+)", capsys.readouterr().out.splitlines()[-1])
+        assert int(found) == numbers[last] + 1 == 300 + gap
+        files = [open_tokens(path, int(found)) for path in (tmp_path / str(gap)).glob("*.bin")]
+        assert {str(file.dtype) for file in files} == {dtype}
+        assert max(file[np.arange(len(file))].max() for file in files) == numbers[last]
+        load_dataset("tokens", root=tmp_path / str(gap), size=8, classes=int(found))
+
+
 @pytest.mark.parametrize("line", ['{"text": null}', '{"content": "a"}', "[1, 2", '"text"'])
 def test_a_line_without_a_text_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' + line + "\n")
