@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from inspect import signature
 
 import torch
@@ -279,6 +280,8 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         expected = f"None for an optimizer whose parameter groups have the learning rates {', '.join(map(str, rates))}"
         require(len(rates) == 1, "learning_rate", expected, "a function, which sets one learning rate for all groups")
+        for group in optimizer.param_groups:  # a tensor is filled: stages and groups may have been given the same one
+            group["lr"] = deepcopy(group["lr"])
     return optimizer
 
 

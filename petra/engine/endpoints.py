@@ -184,19 +184,23 @@ class LossPort:
     def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
         self.totals.zero_()
-        self.data, self._read = data, staged(data.targets, self.device, range(start, start + microbatches))
+        read = staged(data.targets, self.device, range(start, start + microbatches))
+        self.data = data
+        self._read = (lambda m: read(m).clone()) if self.device.type == "cpu" else read  # a loss may change them
         self._training = training
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""
         (output,) = message
-        targets = self._read(m)
+        targets, versions = self._read(m), [t._version for t in output]
         count = count_targets(targets)
-        if not self._training:
+        if self._training:
+            loss, gradients = _loss_and_gradients(self.losses.training, output, targets, count)
+            self._pending[m] = (output, gradients, (self._report(output, targets, loss, count),))
+        else:
             self.totals += self._report(output, targets, _value(self.losses.evaluation, output, targets), count)
-            return
-        loss, gradients = _loss_and_gradients(self.losses.training, output, targets, count)
-        self._pending[m] = (output, gradients, (self._report(output, targets, loss, count),))
+        unchanged = versions == [t._version for t in output]
+        require(unchanged, "loss and metrics", "functions that leave the output as it is", "one that changes it", ModelError)
 
     def receive(self, m: int) -> Message:
         """Return the backward message of microbatch ``m``."""

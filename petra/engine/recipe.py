@@ -63,6 +63,8 @@ class Recipe:
             ("remedies", listed, "a list of remedies (petra.staleness), one of a kind"),
         ):
             require(fits, name, expected, repr(getattr(self, name)))
+        object.__setattr__(self, "metrics", dict(metrics))  # the caller may change its own
+        object.__setattr__(self, "remedies", tuple(self.remedies))
 
     @property
     def losses(self) -> Losses:

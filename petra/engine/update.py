@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf, nan
 from typing import Any, TypeVar
 
 import torch
@@ -144,8 +145,10 @@ class OptimizerStep(Part):
     def set_learning_rate(self, t: int) -> None:
         """Set the optimizer's learning rate for an update after ``t`` microbatches."""
         if self.learning_rate is not None and self.optimizer is not None:
-            rate = self.learning_rate(t)
-            require(hasattr(rate, "__float__") and rate >= 0, f"learning_rate({t})", "a number >= 0", repr(rate))
+            found = self.learning_rate(t)
+            single = hasattr(found, "__float__") and not getattr(found, "ndim", 0)
+            rate = float(found) if single else nan  # a tensor remains the caller's, who may change it
+            require(0 <= rate < inf, f"learning_rate({t})", "a number >= 0", repr(found))
             for group in self.optimizer.param_groups:
                 if isinstance(group["lr"], Tensor):
                     group["lr"].fill_(rate)

@@ -103,7 +103,7 @@ class Trainer:
                     self.checkpoints.settle()
                 raise
         self.checkpoints.wait()
-        return self.history
+        return [*self.history]
 
     def state(self) -> dict[str, Any]:
         """Return what :meth:`resume` needs, as values for JSON. A checkpoint's facts have it under ``trainer``."""
@@ -184,7 +184,7 @@ class Trainer:
             **{f"train_{key}": value for key, value in means(train, unit).items()},
             **{f"test_{key}": value for key, value in means(test, unit, self.test.bytes_per_target).items()},
             f"{unit}_per_second": train.targets / self._seconds,
-            "learning_rate": self._learning_rate(clock),
+            "learning_rate": float(self._learning_rate(clock)),
             "seconds": self._seconds + time.perf_counter() - started,
             **self.pipeline.stage_metrics(),
         }

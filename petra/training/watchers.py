@@ -122,7 +122,7 @@ class UpdateMeans(Watcher):
             "microbatches": self._clock,
             "updates": self._clock // self._k,
             **{f"update/{name}": value for name, value in means.items()},
-            "update/learning_rate": self._learning_rate(self._clock),
+            "update/learning_rate": float(self._learning_rate(self._clock)),
         }
         for logger in self._loggers:
             logger.log(row)

@@ -7,6 +7,7 @@ weights that differ from those for evaluation (schedule-free optimizers: Defazio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, kinds: Kinds) -> None:
     own = {kind: tensors for kind, tensors in named.items() if "." not in kind and kind != MASTER}
     saved = [{kind: tensors[p] for kind, tensors in own.items() if p in tensors} for p in order]
     packed = optimizer.state_dict()
-    packed["state"] = {i: values for i, values in enumerate(saved) if values}
+    packed["state"] = deepcopy({i: values for i, values in enumerate(saved) if values})  # torch keeps tensors that fit
     optimizer.load_state_dict(packed)
     for kind, tensors in named.items():
         kind, _, part = kind.partition(".")
