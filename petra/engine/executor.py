@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,7 +15,7 @@ from petra.plan import Plan
 from petra.plan.timetable import Op, PeriodicRounds, Step, evaluation_rounds, training_rounds
 from petra.reversible.replay import NOTHING
 from petra.torch_private import hooks_of
-from petra.transport import Transfer, Transport
+from petra.transport import Transport
 
 if TYPE_CHECKING:
     from petra.engine.options.early_stop import EarlyStop
@@ -32,7 +32,7 @@ class ProcessRound(NamedTuple):
     """
 
     steps: list[tuple[Worker, str, int]]
-    transfers: Sequence[Transfer]
+    transfers: Sequence[Any]
     completed: int | None
 
 

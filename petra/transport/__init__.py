@@ -4,17 +4,15 @@ from importlib import import_module
 
 import torch.distributed as dist
 
-from petra.transport.connect import Transport, check_ranks_agree, connect, open_transport, pack_boundaries
-from petra.transport.local import local_boundary
-from petra.transport.lockstep import LockstepTransport, Transfer
+from petra.transport.connect import check_ranks_agree, connect, open_transport, pack_boundaries
+from petra.transport.local import LocalTransport, local_boundary
 from petra.transport.packing import Packing
-from petra.transport.port import Port
+from petra.transport.port import Port, Transport
 
 __all__ = [
-    "LockstepTransport",
+    "LocalTransport",
     "Packing",
     "Port",
-    "Transfer",
     "Transport",
     "check_ranks_agree",
     "connect",

@@ -13,12 +13,10 @@ from petra.errors import ModelError, invalid, require
 from petra.plan import Plan
 from petra.plan.messages import Boundary
 from petra.transport.edge import EdgeTransport
-from petra.transport.local import OwningPort, local_boundary
+from petra.transport.local import LocalTransport, OwningPort, local_boundary
 from petra.transport.lockstep import LockstepTransport
 from petra.transport.packing import Packing
-from petra.transport.port import Port
-
-Transport = EdgeTransport | LockstepTransport
+from petra.transport.port import Port, Transport
 
 
 def check_ranks_agree(settings: Mapping[str, object], plan: Plan) -> None:
@@ -62,7 +60,7 @@ def open_transport(plan: Plan, device: torch.device, group: dist.ProcessGroup | 
     """
     packed, processes = pack_boundaries(plan, device), plan.layout.processes
     if len(processes) == 1:
-        return LockstepTransport(packed, processes, 0)
+        return LocalTransport()
     if plan.transport == "edge":
         return EdgeTransport(packed, len(processes), plan.layout.tp)
     # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.

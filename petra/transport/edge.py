@@ -16,12 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.plan.timetable import Step
 from petra.specs import Message
 from petra.torch_private import default_group_timeout
-from petra.transport.lockstep import Transfer
 from petra.transport.packing import Packing
-from petra.transport.port import locate_errors
+from petra.transport.port import Transport, locate_errors
 
 
 def posted_receives(delay: int) -> int:
@@ -109,7 +107,7 @@ class EdgePort:
         self.outgoing.release(buffer)
 
 
-class EdgeTransport:
+class EdgeTransport(Transport):
     """The ports of one rank.
 
     Args:
@@ -119,12 +117,13 @@ class EdgeTransport:
         stride: Distance of the ranks of neighbouring processes.
     """
 
+    upstream: EdgePort | None = None
+    downstream: EdgePort | None = None
+
     def __init__(self, boundaries: Sequence[tuple[Packing, Packing, int]], processes: int, stride: int = 1) -> None:
         # torch would warn once for each communicator that its operations are not grouped, which is the purpose of this transport.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
         rank = dist.get_rank()
-        self.upstream: EdgePort | None = None
-        self.downstream: EdgePort | None = None
         starts = [i + t for i in range(0, dist.get_world_size(), processes * stride) for t in range(stride)]
         for start, (p, (forward, backward, delay)) in product(starts, enumerate(boundaries)):
             r, peer = start + p * stride, start + (p + 1) * stride
@@ -150,13 +149,6 @@ class EdgeTransport:
         for port in (self.upstream, self.downstream):
             if port:
                 port.shorten(messages)
-
-    def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
-        """Return nothing, because messages are transferred as soon as they are sent."""
-        return ()
-
-    def exchange(self, transfers: Sequence[Transfer], shift: int) -> None:
-        """Do nothing, because this transport has no exchanges."""
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""

@@ -6,7 +6,7 @@ from collections import deque
 
 from petra.specs import Message, MessageSpec, in_own_memory
 from petra.transport.packing import round_to_wire
-from petra.transport.port import WrappedPort
+from petra.transport.port import Transport, WrappedPort
 
 
 class LocalPort:
@@ -23,6 +23,10 @@ class LocalPort:
     def receive(self, m: int) -> Message:
         """See :class:`petra.transport.Port`."""
         return self._incoming.popleft()
+
+
+class LocalTransport(Transport):
+    """Transport of a run in one process, which has no neighbours."""
 
 
 class OwningPort(WrappedPort):

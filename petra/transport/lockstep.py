@@ -17,7 +17,7 @@ from torch import Tensor
 from petra.plan.timetable import Op, Step
 from petra.specs import Message
 from petra.transport.packing import Packing
-from petra.transport.port import locate_errors
+from petra.transport.port import Transport, locate_errors
 
 
 class Operation(NamedTuple):
@@ -91,7 +91,7 @@ class Transfer(NamedTuple):
     microbatch: int
 
 
-class LockstepTransport:
+class LockstepTransport(Transport):
     """The ports of one rank. All messages are transferred by :meth:`exchange`.
 
     Args:
@@ -103,6 +103,9 @@ class LockstepTransport:
         post: Starts the operations of an exchange.
     """
 
+    upstream: LockstepPort | None = None
+    downstream: LockstepPort | None = None
+
     def __init__(
         self,
         boundaries: Sequence[tuple[Packing, Packing, int]],
@@ -113,8 +116,6 @@ class LockstepTransport:
         post: Post = post,
     ) -> None:
         process = rank // stride % len(stages)
-        self.upstream: LockstepPort | None = None
-        self.downstream: LockstepPort | None = None
         if 0 < process <= len(boundaries):
             forward, backward, _ = boundaries[process - 1]
             self.upstream = LockstepPort(outgoing=backward, incoming=forward, peer=rank - stride, group=group)
@@ -123,12 +124,6 @@ class LockstepTransport:
             self.downstream = LockstepPort(outgoing=forward, incoming=backward, peer=rank + stride, group=group)
         self._stages, self._post = stages[process], post
         self._sent: deque[tuple[LockstepPort, int, Handle, Tensor]] = deque()
-
-    def begin(self, microbatches: int, backward: bool) -> None:
-        """Do nothing. Unlike the edge transport, this one posts no receive in advance."""
-
-    def shorten(self, messages: int) -> None:
-        """Do nothing. Unlike the edge transport, this one has posted no receive in advance."""
 
     def transfers(self, steps: Sequence[Step]) -> Sequence[Transfer]:
         """Return what this rank sends and receives after a round with these ``steps``, in the same order on every rank."""

@@ -1,13 +1,18 @@
-"""Ports: the ends of the boundaries between stages. Workers communicate only through ports."""
+"""Ports: the ends of the boundaries between stages. Workers communicate only through ports.
+
+A transport has the ports to other processes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from petra.errors import CommunicationError, first_line
+from petra.plan.timetable import Step
 from petra.specs import Message
+from petra.transport.packing import Packing
 
 
 class Port(Protocol):
@@ -56,3 +61,41 @@ class WrappedPort:
     def receive(self, m: int) -> Message:
         """See :class:`Port`."""
         return self.inner.receive(m)
+
+
+class RemotePort(Port, Protocol):
+    """Port whose neighbour is in another process.
+
+    Attributes:
+        outgoing, incoming: Packing of the messages in each direction.
+    """
+
+    outgoing: Packing
+    incoming: Packing
+
+
+class Transport:
+    """Ports of one process to its neighbours. Subclasses override what their messages need; here, nothing is to be done.
+
+    Attributes:
+        upstream, downstream: Ports to the processes before and after this one; None if there is none.
+    """
+
+    upstream: RemotePort | None = None
+    downstream: RemotePort | None = None
+
+    def begin(self, microbatches: int, backward: bool) -> None:
+        """Prepare for a run over ``microbatches``, with or without backward messages."""
+
+    def shorten(self, messages: int) -> None:
+        """Expect ``messages`` fewer than :meth:`begin` announced, in each direction."""
+
+    def transfers(self, steps: Sequence[Step]) -> Sequence[Any]:
+        """Return what this process sends and receives in an exchange after a round with these ``steps``."""
+        return ()
+
+    def exchange(self, transfers: Sequence[Any], shift: int) -> None:
+        """Make an exchange. Add ``shift`` to the microbatches of ``transfers``."""
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
