@@ -52,7 +52,7 @@ def vector_jacobian_products(outputs: Tensors, inputs: Tensors, gradients: Tenso
     return found
 
 
-def version(tensor: Tensor) -> int | None:
+def version_counter(tensor: Tensor) -> int | None:
     """Return a number that grows when an operation writes to ``tensor``; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 

@@ -170,7 +170,7 @@ def _replayed(stage: Stage, m: int, x: Streams, weights: Sequence[WeightVersion 
     """Run a stage's forward pass again with a graph. Nothing is stored, and running statistics don't move."""
     with torch.enable_grad():
         for runner, version in zip(stage.runners, weights, strict=True):
-            with runner.function.frozen_statistics():
+            with runner.function.keeping_statistics():
                 x = stage.contiguous(runner.function(m, x, version))
     return x
 

@@ -59,14 +59,14 @@ class Accumulation:
         Optimizers leave these parameters as they are. Zeros would let them decay.
 
         Returns:
-            The parameters and their zeros, for :meth:`restart`.
+            The parameters and their zeros, for :meth:`restore_and_zero`.
         """
         unused = [] if self._all_used() else [(p, p.grad) for p in self.parameters if p not in self._used]
         for parameter, _ in unused:
             parameter.grad = None
         return unused
 
-    def restart(self, hidden: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
+    def restore_and_zero(self, hidden: Sequence[tuple[nn.Parameter, Tensor | None]]) -> None:
         """Set all gradients to zero after an optimizer step, including those that :meth:`hide_unused` returned."""
         for parameter, gradient in hidden:
             parameter.grad = gradient

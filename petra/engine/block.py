@@ -84,7 +84,7 @@ class BlockRunner(ABC):
                 return Stored(inputs, self.function(m, inputs, version))
         except RuntimeError as error:
             if "in-place operation" in str(error):  # autograd refuses to change a leaf before the function can see a change
-                with torch.no_grad(), self.function.frozen_statistics():
+                with torch.no_grad(), self.function.keeping_statistics():
                     self.function(m, tuple(t.detach().clone() for t in x), version)
             raise
 
@@ -128,7 +128,7 @@ class Recompute(BlockRunner):
 
     def forward(self, m: int, x: Streams) -> Streams:
         version = self.versions.stash(m)
-        with self.function.first_evaluation():
+        with self.function.to_be_repeated():
             y = self.function(m, x, version)
         if self.keep is Keep.INPUT:
             self.stored[m] = Stored(tuple(in_own_memory(t) for t in x))
@@ -140,11 +140,16 @@ class Recompute(BlockRunner):
         return self._differentiate(self._forward_with_graph(m, x, version), dy, version)
 
 
-class Reconstruct(Recompute):
+class Reconstruct(BlockRunner):
     """Stores nothing, and computes a reversible block's input from its output in the backward pass, which alone updates
     running statistics."""
 
     keep = Keep.NOTHING
+
+    def forward(self, m: int, x: Streams) -> Streams:
+        version = self.versions.stash(m)
+        with self.function.to_be_repeated():
+            return self.function(m, x, version)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)

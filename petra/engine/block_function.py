@@ -119,20 +119,20 @@ class BlockFunction:
         """Give the block's parameters the values of ``version`` inside the ``with`` block; None leaves them as they are."""
         return NOTHING if version is None else _replaced(self.parameters, version)
 
-    def frozen_statistics(self) -> AbstractContextManager[None]:
+    def keeping_statistics(self) -> AbstractContextManager[None]:
         """Disable updates of running statistics inside the ``with`` block."""
         return frozen_statistics(self._normalisations) if self._normalisations else NOTHING
 
-    def first_evaluation(self) -> AbstractContextManager[object]:
+    def to_be_repeated(self) -> AbstractContextManager[object]:
         """Return the context of a forward pass that the backward pass repeats: running statistics don't move.
 
         The first one of a run checks that the block changes no other buffer (:class:`forbid_buffer_changes`).
         """
         if self._keeps_buffers:
-            return self.frozen_statistics()
+            return self.keeping_statistics()
         self._keeps_buffers = True
         stack = ExitStack()
-        stack.enter_context(self.frozen_statistics())
+        stack.enter_context(self.keeping_statistics())
         stack.enter_context(forbid_buffer_changes(self.module, self.name))
         return stack
 

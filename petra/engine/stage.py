@@ -94,7 +94,7 @@ class Stage:
         unused = self.gradients.hide_unused()
         with preserve_version_counter(tuple(self.gradients.parameters)) if graphs_in_flight else NOTHING:
             yield
-        self.gradients.restart(unused)
+        self.gradients.restore_and_zero(unused)
 
     def use_in_forward(self, weights: Mapping[Tensor, Tensor]) -> None:
         """Set the weights, by parameter, that forward passes use until the next update. Empty: the parameters themselves."""

@@ -12,7 +12,7 @@ from petra.errors import ModelError, invalid
 from petra.reversible.grid import Grid
 from petra.reversible.replay import autocast_to, derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
 from petra.specs import Streams
-from petra.torch_private import vector_jacobian_products, version
+from petra.torch_private import vector_jacobian_products, version_counter
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -124,8 +124,8 @@ class Coupling(ReversibleBlock):
     def _evaluate(self, x: Tensor, context: Sequence[Tensor], seed: int | None) -> Tensor:
         f, inputs = self.f, (x, *context)
         if seed is None and not context:  # the context managers below would take as long as a small function
-            before, y = version(x), f(x)
-            if version(x) != before:
+            before, y = version_counter(x), f(x)
+            if version_counter(x) != before:
                 raise modified(f)
             return y  # type: ignore[no-any-return]
         with forbid_inplace(inputs, f), seeded(seed, x.device):

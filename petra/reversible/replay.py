@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, require
-from petra.torch_private import NormBase, version
+from petra.torch_private import NormBase, version_counter
 
 _MASK = (1 << 64) - 1
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -124,10 +124,10 @@ class forbid_inplace:
         self._tensors, self._module = tensors, module
 
     def __enter__(self) -> None:
-        self._versions = [version(t) for t in self._tensors]
+        self._versions = [version_counter(t) for t in self._tensors]
 
     def __exit__(self, failed: object, *_: object) -> None:
-        if not failed and [version(t) for t in self._tensors] != self._versions:
+        if not failed and [version_counter(t) for t in self._tensors] != self._versions:
             raise modified(self._module)
 
 
@@ -157,7 +157,7 @@ class forbid_buffer_changes:
         self._module, self._name = module, name
 
     def __enter__(self) -> None:
-        self._before = {name: (buffer, version(buffer)) for name, buffer in self._module.named_buffers()}
+        self._before = {name: (buffer, version_counter(buffer)) for name, buffer in self._module.named_buffers()}
 
     def __exit__(self, failed: object, *_: object) -> None:
         if failed:
@@ -166,7 +166,7 @@ class forbid_buffer_changes:
             old, before = self._before.get(name, (None, None))
             expected = "buffers that a forward pass leaves as they are, because the backward pass repeats it (or method.keep=graph)"
             got = f"a change of {name}"
-            require(buffer is old and version(buffer) == before, self._name, expected, got, ModelError)
+            require(buffer is old and version_counter(buffer) == before, self._name, expected, got, ModelError)
 
 
 def normalisations(module: nn.Module) -> list[NormBase]:

@@ -34,7 +34,7 @@ class Lines(Watcher):
 
     def epoch_begin(self, epoch: int, start: int, done: int) -> None:
         self.epoch, self.done, self._start = epoch, done, start
-        self._means.restart()
+        self._means.reset()
         self._started = time.perf_counter()
         self._next = self._started + self.seconds
         if self.bar:

@@ -79,7 +79,7 @@ class Means:
         """Number of targets, sum of the losses, sums of the metrics. Reading them synchronizes with the device."""
         return self._sum.tolist() if isinstance(self._sum, Tensor) else list(self._sum)
 
-    def restart(self, totals: Sequence[float] = ()) -> None:
+    def reset(self, totals: Sequence[float] = ()) -> None:
         """Begin again from ``totals``."""
         self._sum = totals
 
@@ -117,7 +117,7 @@ class UpdateMeans(Watcher):
         if self._clock % self._microbatches:
             return
         _, means = self._means.values()
-        self._means.restart()
+        self._means.reset()
         row = {
             "microbatches": self._clock,
             "updates": self._clock // self._k,
@@ -132,4 +132,4 @@ class UpdateMeans(Watcher):
 
     def resume(self, state: Mapping[str, Any], clock: int) -> None:
         self._clock = clock
-        self._means.restart(state.get("updates", ()))
+        self._means.reset(state.get("updates", ()))

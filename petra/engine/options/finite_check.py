@@ -69,7 +69,8 @@ class FiniteCheck(Part):
     def run(self, pending: Pending) -> None:
         """Decide whether to skip the step of an update, and raise a failure as soon as the host can know it."""
         self.decide(pending)
-        self._restart()
+        self.clear_sums()
+        self._restore_statistics()
         if self.device.type == "cpu" or (pending.done + 1) % CHECK_EVERY == 0:
             self.check()
 
@@ -113,9 +114,8 @@ class FiniteCheck(Part):
             self.norms, self.measured = self.norms + sqrt(own), self.measured + 1
         return bad
 
-    def _restart(self) -> None:
-        """Start the next accumulation. If updates may be skipped, also restore running statistics that are not finite."""
-        self.clear_sums()
+    def _restore_statistics(self) -> None:
+        """Restore running statistics that are not finite, if updates may be skipped."""
         if self._statistics:
             finite = torch.stack(foreach_norm(self._statistics, torch.inf)).isfinite()
             with preserve_version_counter(tuple(self._statistics)):  # stored graphs refer to them, but do not read them

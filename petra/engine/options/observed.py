@@ -66,7 +66,7 @@ def observing(workers: Mapping[int, Worker], blocks: Sequence[range], hooks: Hoo
     methods = [(*entry, method, hooks.calls(method.begin), hooks.calls(method.end)) for *entry, each in observed for method in each]
     replaced = [entry for entry in methods if any(entry[3:])]
     for owner, place, method, begin, end in replaced:
-        setattr(owner, method.method, _emitting(getattr(owner, method.method), method, place, begin, end))
+        setattr(owner, method.method, _observed(getattr(owner, method.method), method, place, begin, end))
     try:
         yield
     finally:
@@ -80,13 +80,16 @@ def _innermost(port: Port) -> Port:
     return port
 
 
-def _emitting(call: Any, method: Observed, place: tuple[int, ...], begin: Sequence[Any], end: Sequence[Any]) -> Any:
-    def emitting(*given: Any) -> Any:
-        for emit in begin:
-            emit(*place, *method.given(given))
+def _observed(call: Any, method: Observed, place: tuple[int, ...], begin: Sequence[Any], end: Sequence[Any]) -> Any:
+    """Return a method that calls the methods ``begin`` and ``end`` of hooks around ``call``. Its name lists all of them."""
+
+    def call_with_hooks(*given: Any) -> Any:
+        for hook in begin:
+            hook(*place, *method.given(given))
         result = call(*given)
-        for emit in end:
-            emit(*place, *method.shown(given, result))
+        for hook in end:
+            hook(*place, *method.shown(given, result))
         return result
 
-    return emitting
+    call_with_hooks.__qualname__ = ", ".join(getattr(each, "__qualname__", type(each).__name__) for each in (*begin, call, *end))
+    return call_with_hooks
