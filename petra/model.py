@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from petra.errors import ModelError, first_line, invalid, require
 from petra.reversible import ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded
-from petra.specs import Streams, TensorSpec, as_streams
+from petra.specs import Streams, TensorSpec, as_streams, is_side, without_side
 from petra.torch_private import TorchDispatchMode, hooks_of
 
 
@@ -169,7 +169,7 @@ class Model:
         Raises:
             ModelError: If no tensor has the shape ``inputs``, if building a block fails, if a block does not accept the output
                 of the block before it (the message names both blocks), or if its output is not one or several floating-point
-                tensors, or if two blocks share parameters or buffers.
+                tensors and then any side tensors, or if two blocks share parameters or buffers.
         """
         try:
             streams: Streams = (torch.empty(inputs.shape, dtype=inputs.dtype, device="meta"),)
@@ -263,7 +263,7 @@ def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) ->
         given: Description of the input and its source, for error messages.
 
     Raises:
-        ModelError: If the block does not accept the input, or returns anything but floating-point tensors.
+        ModelError: As :func:`_checked_streams`, or if the block does not accept the input.
     """
     counter = FlopCounterMode(display=False)
     try:
@@ -292,7 +292,7 @@ class Chain(nn.Sequential):
         streams: Streams = (x,)
         for block in self.children():
             streams = as_streams(block(*streams))
-        (out,) = streams
+        (out,) = without_side(streams)
         return out
 
 
@@ -331,13 +331,15 @@ def _checked_streams(name: str, output: Any) -> Streams:
     """Return a block's output as streams.
 
     Raises:
-        ModelError: If it is anything but floating-point tensors.
+        ModelError: If it is anything but floating-point tensors, and then any side tensors.
     """
     expected = "a tensor or a tuple of tensors as output"
     several = isinstance(output, tuple | list) and len(output) > 0 and all(isinstance(t, Tensor) for t in output)
     require(several or isinstance(output, Tensor), f"block {name}", expected, type(output).__name__, ModelError)
     streams = as_streams(output)
-    for t in streams:
-        got = str(TensorSpec(tuple(t.shape), t.dtype))
-        require(t.is_floating_point(), f"block {name}", "floating-point tensors as output, which have gradients", got, ModelError)
+    for i, t in enumerate(streams):
+        got, follows = str(TensorSpec(tuple(t.shape), t.dtype)), i > 0 and not t.dtype.is_complex
+        expected = "floating-point tensors as output, which have gradients, and then any of integers"
+        fits = t.is_floating_point() and not is_side(streams[i - 1]) if i else t.is_floating_point()
+        require(fits or (follows and is_side(t)), f"block {name}", expected, got, ModelError)
     return streams

@@ -14,7 +14,11 @@ from petra.errors import ModelError, check_types, invalid, require
 from petra.message_formats import MESSAGE_FORMATS
 
 Streams = tuple[Tensor, ...]
-"""Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network."""
+"""Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network, and then any side tensors.
+
+A *side tensor* is one of integers or booleans, such as token ids, which blocks and the loss read. It has no gradient, and travels
+forward only, in its own type: no format of messages changes it. ``t.view(torch.int32)`` of float32 numbers is one, too.
+"""
 
 REPORT = 2
 """Position of the report in a backward message."""
@@ -105,6 +109,21 @@ MessageSpec = tuple[tuple[TensorSpec, ...], ...]
 def as_streams(value: Tensor | Sequence[Tensor]) -> Streams:
     """Return the output of a block as a tuple of tensors."""
     return (value,) if isinstance(value, Tensor) else tuple(value)
+
+
+def is_side(tensor: Tensor | TensorSpec) -> bool:
+    """Return whether a tensor among the inputs or outputs of blocks is a side tensor."""
+    return not tensor.dtype.is_floating_point
+
+
+def side_tensors(streams: Streams) -> Streams:
+    """Return the side tensors among streams."""
+    return tuple([t for t in streams if not t.dtype.is_floating_point])
+
+
+def without_side(streams: Streams) -> Streams:
+    """Return the streams without side tensors, as they are in backward messages."""
+    return tuple([t for t in streams if t.dtype.is_floating_point])
 
 
 def are_integers(targets: Tensor) -> bool:

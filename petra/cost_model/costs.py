@@ -17,7 +17,7 @@ from petra.method import Keep
 from petra.model import BlockProfile, Model
 from petra.plan.messages import Boundary, boundary
 from petra.settings import Numerics
-from petra.specs import Streams, TensorSpec
+from petra.specs import Streams, TensorSpec, without_side
 
 TIMES = ("forward", "backward", "graph_forward", "graph_backward", "update", "weights")
 """Attributes of a :class:`BlockCost` that are times, in the order in which they are measured."""
@@ -146,6 +146,7 @@ def profile_blocks(
         if numerics.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         x, dy = (tuple(_example(spec, device, numerics.channels_last) for spec in forms[i]) for i in (b, b + 1))
+        dy = without_side(dy)
         times: list[float] = []
         smallest = Keep.NOTHING if profile.reversible else Keep.INPUT
         for keep in (smallest, Keep.GRAPH):

@@ -18,7 +18,7 @@ from petra.errors import require
 from petra.hooks import Gradients, Hook
 from petra.method import Weights
 from petra.pipeline import Pipeline
-from petra.specs import Streams
+from petra.specs import Streams, without_side
 
 Flat = Tensor
 """A stage's gradient as one float64 vector."""
@@ -123,8 +123,8 @@ class GradientQuality(Hook):
                 row[f"norm_ratio_{name}"] = float(gradient.norm() / other.norm())
             row["cosine_delayed_end_to_end"] = math.cos(angle(delayed, end_to_end))
             row["angle_stored"] = math.degrees(angle(gradient, case.stored.pop(j)))
-        inputs = case.inputs[j]
-        error = sum(float((a - b).double().square().sum()) for a, b in zip(case.rebuilt.pop(j), inputs, strict=True))
+        rebuilt, inputs = (without_side(x) if len(x) > 1 else x for x in (case.rebuilt.pop(j), case.inputs[j]))
+        error = sum(float((a - b).double().square().sum()) for a, b in zip(rebuilt, inputs, strict=True))
         row["reconstruction_error"] = math.sqrt(error / sum(float(t.double().square().sum()) for t in inputs))
         return row
 
@@ -133,7 +133,7 @@ class GradientQuality(Hook):
         stashed = self.pipeline.plan.method.weights is not Weights.CURRENT
         weights = case.weights[j] if stashed else [runner.versions.corrected for runner in stage.runners]
         y, leaves = _replayed(stage, m, case.inputs[j], weights), _leaves(stage, weights)
-        connected = [(a, d) for a, d in zip(y, dy, strict=True) if a.requires_grad]
+        connected = [(a, d) for a, d in zip(without_side(y), dy, strict=True) if a.requires_grad]
         if not connected or not leaves:
             return _joined(leaves, [None] * len(leaves))
         outputs, gradients = zip(*connected, strict=True)

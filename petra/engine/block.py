@@ -6,7 +6,7 @@ keep     class          forward pass stores       backward pass
 graph    KeepGraph      its input and its graph   differentiates the graph
 input    Recompute      its input                 evaluates the block again with a graph, and differentiates that
 refetch  Recompute      nothing                   fetches the input from the data source again; then as ``input``
-nothing  Reconstruct    nothing                   reconstructs the input from the output and differentiates, in one evaluation
+nothing  Reconstruct    nothing (see there)       reconstructs the input from the output and differentiates, in one evaluation
 =======  =============  ========================  ======================================================================
 
 The weights that each pass uses come from :mod:`petra.engine.weights`; a version of None means the current
@@ -27,7 +27,7 @@ from petra.engine.block_function import BlockFunction
 from petra.engine.weights import WeightVersion, WeightVersions
 from petra.method import Keep
 from petra.reversible import Gradients
-from petra.specs import Streams, detached, in_own_memory
+from petra.specs import Streams, detached, in_own_memory, side_tensors, without_side
 from petra.torch_private import vector_jacobian_products
 
 Fetch = Callable[[int], Streams]
@@ -90,7 +90,7 @@ class BlockRunner(ABC):
 
     def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
-        connected = [(y, d) for y, d in zip(stored.outputs, dy, strict=True) if y.requires_grad]
+        connected = [(y, d) for y, d in zip(without_side(stored.outputs), dy, strict=True) if y.requires_grad]
         if not connected:  # no output depends on the input or a weight
             return detached(stored.inputs), tuple(torch.zeros_like(t) for t in stored.inputs if t.requires_grad), {}
         inputs = [t for t in stored.inputs if t.requires_grad]
@@ -160,6 +160,21 @@ class Reconstruct(BlockRunner):
         return self._differentiate(recomputed, dy, version)
 
 
+class ReconstructLast(Reconstruct):
+    """Last block of a stage: stores the side tensors of its output, which do not come back, for itself and the blocks before it."""
+
+    def forward(self, m: int, x: Streams) -> Streams:
+        y = super().forward(m, x)
+        if side := side_tensors(y):
+            self.stored[m] = Stored(tuple(in_own_memory(t) for t in side))
+        return y
+
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        if m in self.stored:
+            y = (*without_side(y), *self.stored.pop(m).inputs)
+        return super().backward(m, y, dy)
+
+
 class WrappedRunner(BlockRunner):
     """Base of what changes or observes the passes of a block: has the attributes of the runner that it contains.
 
@@ -181,16 +196,24 @@ class WrappedRunner(BlockRunner):
 
 
 def block_runner(
-    function: BlockFunction, keep: Keep, versions: WeightVersions, *, first: bool = False, fetch: Fetch | None = None
+    function: BlockFunction,
+    keep: Keep,
+    versions: WeightVersions,
+    *,
+    first: bool = False,
+    last: bool = False,
+    fetch: Fetch | None = None,
 ) -> BlockRunner:
     """Return the runner of a block.
 
     Args:
         function, versions, first: As for :class:`BlockRunner`.
         keep: What the block stores between its passes.
+        last: Whether the block is the last one of its stage.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
-    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
+    reconstruct = ReconstructLast if last else Reconstruct
+    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, reconstruct)}
     runner = kinds.get(keep, Recompute)(function, versions, first=first)
     if isinstance(runner, Recompute) and keep is Keep.REFETCH and fetch is not None:
         runner.keep, runner.fetch = keep, fetch

@@ -103,7 +103,8 @@ def make_stage(
         function, keeps_graph = BlockFunction(block, derive_seed(seed, b)), keep is Keep.GRAPH
         function.around = _around(block, numerics, grid, overwritten=overwritten and keeps_graph)
         versions = WeightVersions(function.parameters, weights, keeps_graph=keeps_graph, k=k)
-        runners.append(block_runner(function, keep, versions, first=b == 0, fetch=fetch))
+        last = b == first_block + len(blocks) - 1
+        runners.append(block_runner(function, keep, versions, first=b == 0, last=last, fetch=fetch))
     return Stage(runners, Accumulation(nn.ModuleList(blocks), k), returns_input=returns_input, channels_last=numerics.channels_last)
 
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
 from petra.errors import ModelError, first_line, invalid, require
-from petra.specs import IGNORED, Message, Streams, TensorSpec, are_integers, detached
+from petra.specs import IGNORED, Message, Streams, TensorSpec, are_integers, detached, without_side
 from petra.torch_private import storage_key, vector_jacobian_products
 
 Read = Callable[[int], Tensor]
 """Function of a microbatch that returns a tensor."""
 Loss = Callable[..., Tensor]
 """Function of (output, targets) that returns the mean over the targets that are not ignored. One with an attribute ``outputs``, a
-tuple of numbers, is called with that many outputs of the last block before the targets."""
+tuple of numbers, is called with that many outputs of the last block, side tensors included, before the targets."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class LossPort:
         count = count_targets(targets)
         if self._training:
             loss, gradients = _loss_and_gradients(self.losses.training, output, targets, count)
-            self._pending[m] = (output, gradients, (self._report(output, targets, loss, count),))
+            self._pending[m] = (without_side(output), gradients, (self._report(output, targets, loss, count),))
         else:
             self.totals += self._report(output, targets, _value(self.losses.evaluation, output, targets), count)
         unchanged = versions == [t._version for t in output]
@@ -248,11 +248,12 @@ def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
 
 def _loss_and_gradients(loss: Loss, output: Streams, targets: Tensor, count: Tensor) -> tuple[Tensor, Streams]:
     """Return the loss of one microbatch and its gradients with respect to the output, all detached; 0 if no target counts."""
-    output = tuple(t.requires_grad_() for t in detached(output))
+    output = tuple(t.requires_grad_(t.is_floating_point()) for t in detached(output))
+    streams = without_side(output)
     with torch.enable_grad():
         value = _value(loss, output, targets)
-    gradients = vector_jacobian_products([value], output, [torch.ones_like(value)]) if value.requires_grad else (None,)
+    gradients = vector_jacobian_products([value], streams, [torch.ones_like(value)]) if value.requires_grad else (None,)
     found = tuple(_unless_empty(count, gradient) for gradient in gradients if gradient is not None)
-    if len(found) < len(output):
+    if len(found) < len(streams):
         raise invalid("loss", "a function of the output", "one that does not depend on it", ModelError)
     return value.detach(), found

@@ -12,7 +12,7 @@ from petra.engine.accumulation import Accumulation
 from petra.engine.block import BlockRunner
 from petra.engine.weights import WeightVersion
 from petra.reversible.replay import NOTHING
-from petra.specs import Streams
+from petra.specs import Streams, without_side
 from petra.torch_private import preserve_version_counter
 
 
@@ -62,7 +62,8 @@ class Stage:
             dy: Gradient of the loss with respect to the output.
 
         Returns:
-            The stage's input x̃ (empty unless the previous stage needs it), and the gradient with respect to it.
+            The stage's input x̃ without side tensors (empty unless the previous stage needs it), and the gradient with respect to
+            it.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -72,7 +73,7 @@ class Stage:
             y, dy = self.contiguous(y), self.contiguous(dy)
             self.gradients.add(i, gradients)
             del gradients  # before the next block's backward allocates its own
-        return y if self.returns_input else (), dy
+        return without_side(y) if self.returns_input else (), dy
 
     def evaluate(self, x: Streams) -> Streams:
         """Run a forward pass for evaluation: with running statistics, and without storing anything."""

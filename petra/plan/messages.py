@@ -11,14 +11,14 @@ import torch
 from petra.message_formats import MESSAGE_FORMATS
 from petra.method import Keep
 from petra.settings import Numerics
-from petra.specs import MessageSpec, TensorSpec
+from petra.specs import MessageSpec, TensorSpec, is_side
 
 
 class Boundary(NamedTuple):
     """The messages that two neighbouring stages exchange for each microbatch.
 
     Attributes:
-        forward: ``(x,)`` from the stage upstream.
+        forward: ``(x,)`` from the stage upstream, with its side tensors.
         backward: ``(x̃, δ, (report,))`` from the stage downstream; x̃ is empty unless the stage upstream reconstructs, and both if
             nothing upstream is trained.
     """
@@ -67,6 +67,7 @@ def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metr
         for spec in outputs
     )
     both = numerics.wire is None or MESSAGE_FORMATS[numerics.wire].backward
-    back, report = tuple(spec if both else replace(spec, wire=None) for spec in streams), TensorSpec((2 + metrics,), torch.float64)
+    back = tuple(spec if both else replace(spec, wire=None) for spec in streams if not is_side(spec))
+    report = TensorSpec((2 + metrics,), torch.float64)
     back = back if trained else ()
     return Boundary((streams,), (back if returns_activations(keep) else (), back, (report,)))

@@ -22,8 +22,8 @@ Gradients = dict[nn.Parameter, Tensor]
 class ReversibleBlock(nn.Module, ABC):
     """Base class of invertible blocks: bijections of the streams (x1, x2), tensors of shape (B, ...).
 
-    Further streams are context, such as the positions where documents begin. A block reads them and returns them unchanged. They
-    are floating-point tensors that need no gradient.
+    Further tensors are context, such as the positions where documents begin. A block reads them and returns them unchanged. They
+    are side tensors, which :meth:`inverse_vjp` gets no gradients of, or floating-point tensors whose gradients are zero.
 
     Every method takes a ``seed`` for the random numbers inside the block, such as dropout masks. The same seed gives the same
     masks in every method. With ``seed=None`` the block draws from the global generators, as any module does.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from petra.specs import REPORT, Message, MessageSpec, TensorSpec
+from petra.specs import REPORT, Message, MessageSpec, TensorSpec, is_side
 
 Views = list[list[list[Tensor]]]  # what travels for each tensor of each part of a message
 _ALIGNMENT = 64
@@ -83,11 +83,12 @@ class Packing:
     def unpack(self, buffer: Tensor) -> Message:
         """Return the message in a buffer. Tensors are views of it, or copies if they travel in another format.
 
-        A report is a copy: it travels on to the first stage, and a view would keep the whole message alive.
+        A report is a copy: it travels on to the first stage, and a view would keep the whole message alive. So are side tensors.
         """
         views = zip(self._views(buffer), self.spec, strict=True)
         message = [[spec.unpack(pieces) for pieces, spec in zip(part, specs, strict=True)] for part, specs in views]
-        return (*map(tuple, message[:REPORT]), *(tuple(t.clone() for t in part) for part in message[REPORT:]))
+        streams = (tuple(t.clone() if is_side(t) else t for t in part) for part in message[:REPORT])
+        return (*streams, *(tuple(t.clone() for t in part) for part in message[REPORT:]))
 
     def _views(self, buffer: Tensor) -> Views:
         typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}

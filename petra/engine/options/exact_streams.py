@@ -13,7 +13,7 @@ from petra.engine.block_function import Around
 from petra.engine.stage import Stage
 from petra.reversible import Grid, ReversibleBlock
 from petra.reversible.replay import NOTHING
-from petra.specs import Streams
+from petra.specs import Streams, side_tensors, without_side
 
 
 class OnGrid(Around):
@@ -34,7 +34,8 @@ class OnGrid(Around):
 
     def outputs(self, x: Tensor, y: Streams, *, training: bool) -> Streams:
         enter = self.grid.enter if training else self.grid.round
-        return tuple(map(enter, y)) if self._rounds and len(y) > 1 else y
+        streams = without_side(y)
+        return (*map(enter, streams), *side_tensors(y)) if self._rounds and len(streams) > 1 else y
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
