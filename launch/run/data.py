@@ -23,6 +23,8 @@ from ..config.keys import is_shipped
 from ..config.schema import AUTO, DataConfig
 from .targets import built, imported
 
+MOST_NAMES = 12
+"""Most names of classes in an error."""
 _own: dict[tuple[Callable[..., Any], str], Dataset] = {}
 """The data set outside the package that was loaded last, by its function and configuration: its form is read before its data."""
 
@@ -92,8 +94,9 @@ def load(config: DataConfig) -> Dataset:
         return _own[entry]
     dataset = built(Dataset, "data", config, **wanted)
     for key, value in wanted.items():
-        fixed = getattr(dataset, key)
-        require(fixed == value, f"data.{key}", f"{fixed} for {dataset.name}", value)
+        fixed, names = getattr(dataset, key), getattr(dataset.preparation, key, ())
+        listed = f" ({', '.join(names[:MOST_NAMES])}{', …' * (len(names) > MOST_NAMES)})" if key == "classes" and names else ""
+        require(fixed == value, f"data.{key}", f"{fixed} for {dataset.name}{listed}", value)
     if not is_shipped(config._target_):
         _own.clear()
         _own[entry] = dataset

@@ -6,14 +6,27 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from petra.errors import DataError, PetraError, first_line, invalid, require
 
+log = logging.getLogger(__name__)
+Item = TypeVar("Item")
+
+TOOLS = {
+    *("lost+found", "FOUND.000", "System Volume Information", "$RECYCLE.BIN", "$Recycle.Bin", "RECYCLER", "Thumbs", "__pycache__"),
+    *("@eaDir", "@tmp", "@Recycle", "@Recently-Snapshot", "#recycle", "#snapshot", "Network Trash Folder", "Temporary Items"),
+}
+"""Folders that file systems, file servers and tools leave."""
+THREADS, AT_ONCE = 16, 500
+"""Threads that open files, which wait for disks and servers, and files that each opens at a time."""
+NAMED = 5
+"""Most files that an error names."""
 FIRST_LINES = 20
 """Lines by which JSON is recognised."""
 BLOCKS, BLOCK = 16, 4096
@@ -66,6 +79,42 @@ def listed(folder: Path, help: str) -> list[str]:
         return sorted(name for name in os.listdir(folder) if not name.startswith((".", "__MACOSX")))
 
 
+def folders_in(folder: Path, help: str) -> list[str]:
+    """Return the names of the folders in a folder, sorted, without hidden ones and :data:`TOOLS`, which a warning names.
+
+    Raises:
+        DataError: If it can't be read.
+    """
+    names = [name for name in listed(folder, help) if (folder / name).is_dir()]
+    if left := sorted(TOOLS.intersection(names)):
+        log.warning("%s: left out %s, which file systems or tools leave", folder, ", ".join(left))
+    return [name for name in names if name not in TOOLS]
+
+
+def require_all(check: Callable[[Item], object], items: Sequence[Item]) -> None:
+    """Call a check for each item in several threads, such as one that reads the header of a file.
+
+    Raises:
+        DataError: The first that a check raises, with the names of other files.
+    """
+
+    def failures(part: Sequence[Item]) -> list[str]:
+        found = []
+        for item in part:
+            try:
+                check(item)
+            except DataError as error:
+                found.append(str(error))
+        return found
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        parts = (items[start : start + AT_ONCE] for start in range(0, len(items), AT_ONCE))
+        first, *others = [*chain.from_iterable(threads.map(failures, parts))] or [""]
+    names = ", ".join(Path(error.partition(": ")[0]).name for error in others[: NAMED - 1])
+    if first:
+        raise DataError(first + (f"; and {len(others)} more: {names}{', …' * (len(others) >= NAMED)}" if others else ""))
+
+
 def read(path: Path, help: str, md5: str | None = None) -> bytes:
     """Return the content of a file.
 
@@ -100,7 +149,7 @@ def require_text(content: bytes, path: Path, line: int = 1) -> None:
         raise invalid(f"{path}, line {line}", "text in UTF-8", "a NUL byte, as in a binary file or UTF-16", DataError)
     require(not content.startswith(b"version https://git-lfs"), str(path), "text", "a pointer of Git LFS (git lfs pull)", DataError)
     if content[:32].lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        logging.getLogger(__name__).warning("%s: begins like a page of HTML; a failed download?", path)
+        log.warning("%s: begins like a page of HTML; a failed download?", path)
 
 
 def json_form(path: Path) -> Literal["lines", "document"] | None:

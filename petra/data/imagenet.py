@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import os
 import random
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from petra.data.dataset import Dataset, Split, labels_of
-from petra.data.files import folder_of, listed, require_distinct
-from petra.data.preparation import Moments, Preparation, centre_crop, decoded, normalise
+from petra.data.files import TOOLS, folder_of, folders_in, listed, require_all, require_distinct
+from petra.data.preparation import Moments, Preparation, centre_crop, decoded, normalise, require_header
 from petra.errors import DataError, alternatives, invalid, require
 from petra.reversible import derive_seed
 
@@ -27,6 +30,8 @@ CROP = 224 / 256
 """Side of the test crop divided by the shorter side of the resized image."""
 EXTENSIONS = (".jpeg", ".jpg", ".png")
 """Extensions of image files, in lower case. The content determines the format: one of ImageNet's .JPEG files is a PNG file."""
+LARGE = 100_000
+"""Number of files whose headers take seconds."""
 HELP = (
     "data.root is a folder with train/<class>/*.JPEG and val/<class>/*.JPEG: unpack ILSVRC2012_img_train.tar and "
     "ILSVRC2012_img_val.tar of https://image-net.org and move the validation images into a folder for each class"
@@ -45,7 +50,8 @@ def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
         size: Side of the resulting images in pixels.
 
     Raises:
-        DataError: If ``root`` is None, folders are missing, empty or differ between train and val, or have the same images.
+        DataError: If ``root`` is None, folders are missing, empty or differ between train and val, or have the same images, or a
+            file does not begin as an image.
     """
     folder = folder_of(root, "imagenet", HELP)
     classes, test_classes = _classes(folder / "train"), _classes(folder / "val")
@@ -60,14 +66,14 @@ def imagenet(root: str | Path | None = None, size: int = 224) -> Dataset:
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
-    classes = tuple(name for name in listed(folder, HELP) if (folder / name).is_dir())
+    classes = tuple(folders_in(folder, HELP))
     require(len(classes) >= 2, str(folder), "at least 2 folders of classes", f"{len(classes)}; {HELP}", DataError)
     return classes
 
 
 def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
     names, labels = list[bytes](), list[int]()
-    others = {*listed(folder, HELP)} - {*classes}
+    others = {*listed(folder, HELP)} - {*classes} - TOOLS
     for number, name in enumerate(classes):
         found = listed(folder / name, HELP)
         files = [file for file in found if file.lower().endswith(EXTENSIONS)]
@@ -77,8 +83,29 @@ def _split(folder: Path, classes: tuple[str, ...], size: int) -> Split:
         labels += [number] * len(files)
     if others:
         logging.getLogger(__name__).warning("%s: left out %d, such as %s", folder, len(others), min(others))
+    require_images(folder, classes, names)
     images = ImageFiles(folder, np.array(names), size)
     return Split(len(names), images, partial(labels_of, torch.tensor(labels, dtype=torch.int32)), epoch_seed=True)
+
+
+def require_images(folder: Path, classes: Sequence[str], names: Sequence[bytes]) -> None:
+    """Check the headers of all files, a million of which take a minute on a local disk.
+
+    More than :data:`LARGE` are checked once, as long as the times of their folders don't change: a file in the user's cache tells.
+
+    Raises:
+        DataError: If some are no images.
+    """
+    facts = str(folder), len(names), *((folder / name).stat().st_mtime_ns for name in classes)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "petra")
+    known = cache / f"images_{hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
+    if len(names) > LARGE and known.exists():
+        return
+    require_all(lambda name: require_header(folder / os.fsdecode(name)), names)
+    if len(names) > LARGE and cache.is_absolute():
+        with suppress(OSError):  # a cache that can't be written costs time only
+            cache.mkdir(parents=True, exist_ok=True)
+            known.touch()
 
 
 @dataclass(frozen=True, eq=False)

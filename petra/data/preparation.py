@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image
 from torch import Tensor
 
 from petra.data.files import reading
@@ -18,6 +19,17 @@ from petra.errors import DataError, require
 
 Moments = tuple[Sequence[Any], Sequence[float]]
 """Mean and standard deviation of each channel, for pixel values scaled to 0 ... 1. The mean may be an image (3, H, W)."""
+
+TURNED = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How an image is turned upright, by its EXIF orientation."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +70,34 @@ def decoded(path: Path, crop: Callable[[Image.Image], Image.Image]) -> NDArray[n
     Raises:
         DataError: If the file can't be read as a JPEG or PNG image.
     """
+    with _opened(path) as image:
+        image.load()  # a PNG file may have its orientation behind its pixels
+        turned = TURNED.get(orientation(image))
+        return np.array(crop(as_rgb(image if turned is None else image.transpose(turned))))
+
+
+def require_header(path: Path) -> None:
+    """Check that a file begins as a JPEG or PNG image, without decoding it.
+
+    Raises:
+        DataError: If it does not.
+    """
+    with _opened(path):
+        pass
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
     what = " as a JPEG or PNG image"
     with reading(path, "replace or remove the file", what), Image.open(path, formats=("JPEG", "PNG")) as image:
-        ImageOps.exif_transpose(image, in_place=True)
-        return np.array(crop(as_rgb(image)))
+        yield image
+
+
+def orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image: 1 for none, and if its EXIF can't be read."""
+    with suppress(Exception):  # Pillow raises many types for damaged EXIF, whose pixels are those of any image
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    return 1
 
 
 def as_rgb(image: Image.Image) -> Image.Image:

@@ -76,7 +76,9 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
         with reading(path, what=" as UTF-8 text"), path.open("rb") as file:
             if in_lines:
                 lines = enumerate(chain.from_iterable(map(bytes.splitlines, file)), 1)
-                found = ((i, _text(_decoded(line, path, i), path, i)) for i, line in lines if line.strip())
+                found: Iterator[tuple[int, str]] = (
+                    (i, _text(_decoded(line, path, i), path, i)) for i, line in lines if line.strip()
+                )
             else:
                 found = _pieces(_decoded(file.read(), path), separator)
             for count, (line, document) in enumerate(found, 1):

@@ -11,12 +11,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image
+from PIL import Image
 from torch import Tensor
 
 from petra.data.files import reading
 from petra.data.imagenet import MOMENTS
-from petra.data.preparation import as_rgb, normalise
+from petra.data.preparation import as_rgb, normalise, orientation
 from petra.errors import DataError, invalid, require
 from petra.inplace_abn.crops import Classes, Pixels, Size, Tile, Window, cut_image, cut_labels, random_pixel, random_window
 from petra.reversible import derive_seed
@@ -24,7 +24,7 @@ from petra.specs import IGNORED
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 """Image formats that can be read."""
-HELP = "replace or remove the file"
+HELP, LABELS = "replace or remove the file", " as labels in a PNG file"
 OUT_OF_RANGE = IGNORED - 1
 """Class of values that may not occur."""
 Used = TypeVar("Used")
@@ -57,7 +57,7 @@ class LabelValues:
         Raises:
             DataError: If the file can't be decoded, has no palette and not one 8-bit channel, or has a value that may not occur.
         """
-        with reading(path, HELP, " as labels in a PNG file"), Image.open(path, formats=("PNG",)) as image, path.open("rb") as file:
+        with reading(path, HELP, LABELS), Image.open(path, formats=("PNG",)) as image, path.open("rb") as file:
             mode, values = image.mode, np.asarray(image)
             depth = file.read(25)[24]  # bits per channel, after width and height in the header (PNG, 11.2.1)
         if mode not in ("L", "P") or values.dtype != np.uint8:
@@ -93,7 +93,7 @@ def size_of(path: Path) -> Size:
 
 def _opened(path: Path, use: Callable[[Image.Image], Used]) -> Used:
     with reading(path, HELP, " as a JPEG, PNG or WebP image"), Image.open(path, formats=FORMATS) as image:
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1)
+        turned = orientation(image)
         require(turned == 1, str(path), "an image without an EXIF orientation, as its labels have none", turned, DataError)
         return use(image)
 
@@ -126,10 +126,26 @@ class Files:
         """
         pair = self.pairs[index]
         labels = self.values.read(pair.labels)
-        (width, height), (rows, columns) = size_of(pair.image), labels.shape
-        expected = f"labels of {width}x{height} pixels, the size of {pair.image.name}"
-        require((width, height) == (columns, rows), str(pair.labels), expected, f"{columns}x{rows}", DataError)
+        rows, columns = labels.shape
+        require_size(pair, size_of(pair.image), (columns, rows))
         return labels
+
+
+def require_headers(pair: Pair) -> None:
+    """Check that the files of a pair begin as images of the same size, without decoding them.
+
+    Raises:
+        DataError: If they do not.
+    """
+    size = size_of(pair.image)
+    with reading(pair.labels, HELP, LABELS), Image.open(pair.labels, formats=("PNG",)) as labels:
+        require_size(pair, size, labels.size)
+
+
+def require_size(pair: Pair, image: Size, labels: Size) -> None:
+    """Raise a DataError if the labels of a pair do not have the size of the image."""
+    expected = f"labels of {image[0]}x{image[1]} pixels, the size of {pair.image.name}"
+    require(image == labels, str(pair.labels), expected, f"{labels[0]}x{labels[1]}", DataError)
 
 
 class SampleIndex(NamedTuple):

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from petra.data.dataset import Dataset, Part, Split
-from petra.data.files import folder_of, listed
+from petra.data.files import folder_of, folders_in, listed, require_all
 from petra.errors import Count, DataError, alternatives, invalid, require
 from petra.inplace_abn.class_uniform import ClassUniform, class_presence
 from petra.inplace_abn.crops import tiles_of
-from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileSamples, TrainingSamples, size_of
+from petra.inplace_abn.label_maps import Files, LabelValues, Pair, TileSamples, TrainingSamples, require_headers, size_of
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def cityscapes(
 
     def pairs(folder: Path, split: str) -> list[Pair]:
         images, labels, end = folder / "leftImg8bit" / split, folder / "gtFine" / split, "_leftImg8bit.png"
-        cities = [images / name for name in listed(images, CITYSCAPES_HELP) if (images / name).is_dir()]
+        cities = [images / name for name in folders_in(images, CITYSCAPES_HELP)]
         found = [image for city in cities for image in _files(city, (end.lower(),), CITYSCAPES_HELP)]
         require(len(found) > 0, str(images), "folders of images", f"none; {CITYSCAPES_HELP}", DataError)
         return [Pair(i, labels / i.parent.name / i.name.replace(end, "_gtFine_labelIds.png")) for i in found]
@@ -197,6 +197,7 @@ def _dataset(
     train, test = (Files(_complete(pairs(folder, split), help), values, size, classes) for split in splits)
     same = {pair.image.parent.resolve() for pair in train.pairs} & {pair.image.parent.resolve() for pair in test.pairs}
     require(not same, str(min(same, default="")), f"other images in {splits[1]} than in {splits[0]}", "the same folder", DataError)
+    require_all(require_headers, [*train.pairs, *test.pairs])
     order = ClassUniform(class_presence(train)) if sampling == "class_uniform" else None
     tiles = [tile for i, pair in enumerate(test.pairs) for tile in tiles_of(i, size_of(pair.image), size)]
     random, whole = TrainingSamples(train), TileSamples(test, tiles)

@@ -156,6 +156,8 @@ OTHER = "expected other contents than any other file of the data, got those of"
         ("segmentation", labels("L", (9, 8)), r"a\.png: expected labels of 16x16 pixels, the size of a\.png, got 9x8"),
         ("segmentation", labels("RGB", (16, 16)), r"a\.png: expected labels in one channel of 8 bits \(.*\), got mode RGB"),
         ("segmentation", copy("labels/train/a.png", "labels/train/c.png"), r"c\.png: labels without an image, 1 in all"),
+        ("segmentation", write("labels/train/a.png", b"GIF89a"), r"a\.png: can't be read as labels in a PNG file"),
+        ("segmentation", write("images/train/a.png", TEXT), r"a\.png: can't be read as a JPEG, PNG or WebP image"),
         ("segmentation", SAME_PIXELS, "expected other images in val than in train"),
         ("segmentation", upright("images/train/a.png"), r"a\.png: expected an image without an EXIF orientation"),
     ],
@@ -209,7 +211,7 @@ def vocabularies(folder: Path) -> None:
                 ("\\ud83d", r"expected a text of characters, got '\\ud83d'"),
                 ("\\u0000", r"expected a text of characters, got '\\x00'"),
                 ("\0", "expected text in UTF-8, got a NUL byte"),
-                ("caf\xe9", "expected text in UTF-8, got the byte 0xe9"),
+                ("\xe9t\xe9", "expected text in UTF-8, got the byte 0xe9"),
                 ("a <|endoftext|>", r"expected text without <\|endoftext"),
                 ('a"b', r'expected a JSON object with a string "text", got \{"text": "a"b"\}'),
             )

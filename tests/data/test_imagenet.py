@@ -4,20 +4,27 @@ import io
 import json
 import pickle
 import random
+import re
+import shutil
+import zlib
 from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
+from launch.config.compose import compose_overrides
+from launch.run.data import load
 from petra.data import EvalSource, Preparation, TrainSource, load_dataset, releases
 from petra.data.arrays import augment
 from petra.data.imagenet import MOMENTS, cropped, random_box
 from petra.data.releases import CIFAR10, CIFAR100, IMAGENET32
-from petra.errors import DataError
+from petra.errors import ConfigError, DataError
 from petra.inplace_abn.label_maps import read_image
 from tests.support.fakes import Evil, jpeg, md5, pickled, smooth_image, write_image_folders, write_pickle, write_release
 
@@ -69,12 +76,108 @@ def test_16_bit_greyscale_keeps_its_brightness(tmp_path):
         assert np.array_equal(np.asarray(read(tmp_path / "16.png")), np.asarray(read(tmp_path / "8.png")))
 
 
+def with_exif(content: bytes, exif: bytes) -> bytes:
+    """Return a JPEG file with a segment of EXIF behind its first one."""
+    end = 4 + int.from_bytes(content[4:6], "big")
+    return content[:end] + b"\xff\xe1" + (8 + len(exif)).to_bytes(2, "big") + b"Exif\0\0" + exif + content[end:]
+
+
+def with_chunk(content: bytes, name: bytes, value: bytes) -> bytes:
+    """Return a PNG file with a chunk before its pixels."""
+    at, chunk = content.index(b"IDAT") - 4, name + value
+    return content[:at] + len(value).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") + content[at:]
+
+
+def saved(image: Image.Image, form: str, **options: Any) -> bytes:
+    image.save(buffer := io.BytesIO(), form, **options)
+    return buffer.getvalue()
+
+
+SMOOTH = smooth_image(48, 32)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        with_exif(saved(SMOOTH, "JPEG", dpi=(72, 72)), b"\0\x08\0\x02\x01\x12\0\x03"),
+        with_exif(saved(SMOOTH, "JPEG", dpi=(72, 72)), b"II*\0\xff\xff\xff\x7f"),
+        with_exif(jpeg(SMOOTH), b"MM\0*\0"),
+        with_chunk(saved(SMOOTH, "PNG"), b"eXIf", b"garbage!"),
+        with_chunk(saved(SMOOTH, "PNG"), b"tEXt", b"Raw profile type exif\0\nexif\n      20\nno hexadecimal digits\n"),
+    ],
+)
+def test_damaged_exif_leaves_the_pixels(content: bytes, tmp_path: Path) -> None:
+    """Wherever images are read: for training, for petra predict, and for segmentation."""
+    (tmp_path / "a.JPEG").write_bytes(content)
+    with Image.open(tmp_path / "a.JPEG") as image:
+        image.convert("RGB").save(tmp_path / "plain.png")
+    for read in (lambda path: cropped(path, 28, random.Random(0)), Preparation(28, MOMENTS), read_image):
+        assert np.array_equal(np.asarray(read(tmp_path / "a.JPEG")), np.asarray(read(tmp_path / "plain.png")))
+
+
+@pytest.mark.parametrize("turned", range(10))
+def test_each_orientation_is_that_of_pillow(turned: int, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    SMOOTH.save(tmp_path / "a.png", exif=exif)
+    with Image.open(tmp_path / "a.png") as image:
+        ImageOps.exif_transpose(image).save(tmp_path / "upright.png", exif=b"")
+    assert np.array_equal(cropped(tmp_path / "a.png", 28, None), cropped(tmp_path / "upright.png", 28, None))
+
+
+def test_files_that_are_no_images_are_named_before_training(folders: Path) -> None:
+    for name, content in (("train/n00/1.JPEG", b"<html>"), ("train/n02/0.JPEG", b""), ("train/n01/3.JPEG", JPEGS[0][:3])):
+        (folders / name).write_bytes(content)
+    expected = r"train/n00/1\.JPEG: can't be read as a JPEG or PNG image \(.*; and 2 more: 3\.JPEG, 0\.JPEG$"
+    with pytest.raises(DataError, match=expected):
+        load_dataset("imagenet", root=folders, size=16)
+
+
+def test_headers_of_many_files_are_read_once_unless_a_folder_changes(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = list[Path]()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folders / "cache"))
+    monkeypatch.setattr("petra.data.imagenet.LARGE", 2)
+    monkeypatch.setattr("petra.data.imagenet.require_header", checked.append)
+    for _ in range(2):
+        load_dataset("imagenet", root=folders, size=16)
+    assert len(checked) == 12 + 6
+    (folders / "train/n00/9.JPEG").write_bytes(JPEGS[0])
+    load_dataset("imagenet", root=folders, size=16)
+    assert len(checked) == 12 + 6 + 13
+
+
+FOLDERS = ("lost+found", "@eaDir", "$RECYCLE.BIN", "System Volume Information", ".thumbnails", "#recycle")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_that_tools_leave_are_no_classes(name: str, folders: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for part, images in (("train", 4), ("val", 2)):
+        (folders / part / name).mkdir()
+        (folders / part / name / "0.jpg").write_bytes(jpeg(smooth_image(20, 20, seed=images)))
+    data = load_dataset("imagenet", root=folders, size=16)
+    assert (data.vocabulary, data.train.count) == ("n00 n01 n02", 12)
+    said = [record.getMessage() for record in caplog.records]
+    expected = [f"{folders / part}: left out {name}, which file systems or tools leave" for part in ("train", "val")]
+    assert said == ([] if name.startswith(".") else expected)
+
+
+def test_a_wrong_number_of_classes_names_the_folders(folders: Path) -> None:
+    for part in ("train", "val"):
+        shutil.copytree(folders / part / "n00", folders / part / "backup")
+    for path in folders.glob("val/backup/*"):
+        path.write_bytes(jpeg(smooth_image(21, 20, seed=int(path.stem) + 77)))
+    config = compose_overrides(["data=imagenet", f"data.root={folders}", "data.size=16", "data.classes=3"])
+    with pytest.raises(ConfigError, match=re.escape("data.classes: expected 4 for imagenet (backup, n00, n01, n02), got 3")):
+        load(config.data)
+
+
 def test_more_classes_than_numbers_of_16_bits(tmp_path, monkeypatch):
     """Folders that exist in the test only, since as many take minutes to make."""
     names = [str(i) for i in range(40_000)]
     listed = {tmp_path / "train": names, tmp_path / "val": names}
     monkeypatch.setattr("petra.data.imagenet.listed", lambda folder, help: listed.get(folder, ["a.jpg"]))
-    monkeypatch.setattr("pathlib.Path.is_dir", lambda path: True)
+    monkeypatch.setattr("petra.data.imagenet.folders_in", lambda folder, help: listed[folder])
+    monkeypatch.setattr("petra.data.imagenet.require_images", lambda folder, classes, names: None)
     data = load_dataset("imagenet", root=tmp_path)
     assert data.train.targets(torch.tensor([0, data.classes - 1]), None).tolist() == [0, 39_999]
 
