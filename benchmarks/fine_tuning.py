@@ -9,7 +9,6 @@ petra. Prints tables of all records, and with ``--picture`` draws their losses.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -23,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.records import recorded
 from benchmarks.report import best_rate, machine, show_records
 from benchmarks.staleness.figures import difference
+from launch.runtime.terminal import command
 from petra import Numerics, Pipeline, Recipe, TensorSpec
-from petra.training import Polynomial, write_json
+from petra.training import Polynomial
 
 WINDOW, WINDOWS = 128, 8
 """Tokens of a window, and windows of an update."""
@@ -169,11 +170,9 @@ class Staged:
 
 def run(cell: Cell, rate: float, updates: int, seed: int, tokens: Tensor, options: argparse.Namespace) -> dict[str, Any]:
     """Return the record of one run, trained now unless the folder has it."""
-    path: Path = options.out / f"{cell.name}__lr{rate:g}_u{updates}_s{seed}.json"
-    if not path.exists():
-        write_json(path, train(cell, rate, updates, seed, tokens, options.model))
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    print(f"{path.stem}: validation {found['val'][-1][1]:.4f}, test {found.get('test')}, {found['seconds']} s", flush=True)
+    name = f"{cell.name}__lr{rate:g}_u{updates}_s{seed}"
+    found = recorded(options.out, name, lambda: train(cell, rate, updates, seed, tokens, options.model))
+    print(f"{name}: validation {found['val'][-1][1]:.4f}, test {found.get('test')}, {found['seconds']} s", flush=True)
     return found
 
 
@@ -259,16 +258,16 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     figure.savefig(path)
 
 
+@command
 def main() -> None:
     """Train what has no record, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of the checkpoint")
     parser.add_argument("text", type=Path, help="text file in UTF-8")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
     parser.add_argument("--cells", nargs="*", default=[cell.name for cell in CELLS], help="names of cells to train; all by default")
     parser.add_argument("--picture", type=Path, help="file of the picture, .png or .svg")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     if options.cells:
         from transformers import AutoTokenizer
 

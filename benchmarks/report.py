@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launch.run.folder import records_in
+
 T = TypeVar("T")
 
 
@@ -142,8 +144,8 @@ def best_rate(rates: Sequence[float], loss: Callable[[float], float]) -> float:
 
 
 def show_records(options: argparse.Namespace, table: Callable[..., str], draw: Callable[..., None]) -> None:
-    """Print the table of the records in the folder ``--out``, and draw them if there is a ``--picture``."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.out.glob("*.json"))]
+    """Print the table of the records in ``--out``, and draw them if there is a ``--picture``."""
+    found = [*records_in(options.out).values()]
     print(table(found))
     if options.picture is not None:
         draw(found, options.picture)

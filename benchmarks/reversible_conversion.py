@@ -17,6 +17,7 @@ loss and errors of the pre-trained weights are measured. Data, optimizer and rat
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -28,10 +29,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import fine_tuning as protocol
+from benchmarks.records import recorded
 from benchmarks.report import machine
+from launch.runtime.terminal import command
 from petra.reversible import Coupling, Gradients, ReversibleSequence
 from petra.specs import Streams
-from petra.training import Polynomial, write_json
+from petra.training import Polynomial
 
 SCALE, RATE = 2.0**15, 1e-4
 WAYS: dict[str, tuple[bool, bool, float]] = {
@@ -169,6 +172,7 @@ def run(options: argparse.Namespace, beta: float, tokens: Tensor) -> dict[str, A
     return {**record, "train": losses, "seconds": round(time.time() - begun)}
 
 
+@command
 def main() -> None:
     """Run what has no record, and print all."""
     from transformers import AutoTokenizer
@@ -176,7 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="folder of the checkpoint")
     parser.add_argument("text", type=Path, help="text file in UTF-8")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
     parser.add_argument("--form", choices=("dual", "momentum", "retrofit"), default="momentum")
     parser.add_argument("--beta", type=float, nargs="+", required=True, help="last values of β")
     parser.add_argument("--layers", type=int, nargs=2, default=(0, 12), help="first converted layer, and the one after the last")
@@ -184,14 +188,11 @@ def main() -> None:
     parser.add_argument("--stored", type=float, default=0.0, help="share of updates with stored inputs; β moves in 0.8 of them")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     tokens = torch.tensor(AutoTokenizer.from_pretrained(options.model)(options.text.read_text(encoding="utf-8"))["input_ids"])
     for beta in options.beta:
         name = f"{options.form}_b{beta:g}_l{options.layers[0]}-{options.layers[1]}_u{options.updates}_stored{options.stored:g}"
-        path = options.out / f"{name}_s{options.seed}.json"
-        if not path.exists():
-            write_json(path, run(options, beta, tokens))
-        print(path.read_text(encoding="utf-8"))
+        record = recorded(options.out, f"{name}_s{options.seed}", lambda beta=beta: run(options, beta, tokens))
+        print(json.dumps(record, indent=2))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ that are there are not repeated, and one that was interrupted continues after it
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 from collections.abc import Sequence
@@ -22,15 +21,17 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import recorded
 from benchmarks.report import best_rate, machine, show_records
 from benchmarks.staleness.figures import shown
+from launch.runtime.terminal import command
 from petra import METHODS, Numerics, Pipeline, Recipe, TensorSpec
 from petra.analysis.plots import Panel, grid, save
 from petra.data import Dataset, EvalSource, Split, TrainSource, load_dataset
 from petra.engine.metrics import correct_predictions
 from petra.engine.recipe import OptimizerFactory
 from petra.models import revnet18
-from petra.training import OPTIMIZERS, Checkpoints, MultiStep, Trainer, newest, restore, sgd, write_json
+from petra.training import OPTIMIZERS, Checkpoints, MultiStep, Trainer, newest, restore, sgd
 
 METHOD = {
     "backprop": METHODS["backprop"],
@@ -71,9 +72,14 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
     """Return the record of a run, which is trained now unless ``out`` has it."""
     own = "" if optimizer == "sgd" else f"_{optimizer}"
     name = f"{method.replace(', d = ', '_d')}{own}__lr{rate:g}_e{epochs}_s{seed}"
-    path = out / f"{name}.json"
-    if path.exists():
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+    record = recorded(out, name, lambda: train(name, method, rate, epochs, seed, data, out, optimizer))
+    shutil.rmtree(checkpoints_of(out, name), ignore_errors=True)
+    print(f"{name}: validation {record['validation'][-1]:.2%}, {record['seconds']} s", flush=True)
+    return record
+
+
+def train(name: str, method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Path, optimizer: str) -> dict[str, Any]:
+    """Train, with a checkpoint of each epoch in ``out``, and return the record."""
     source = TrainSource(part_of(data.train, 0, TRAINING, augment=True), BATCH, seed)
     chosen = EvalSource(part_of(data.train, TRAINING, VALIDATION, augment=False), BATCH)
     schedule = MultiStep(rate, source.batches_per_epoch, epochs, warmup_epochs=1, milestones=(epochs // 2, epochs * 3 // 4))
@@ -85,7 +91,7 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
         k=K,
         numerics=Numerics(channels_last=True),
     )
-    folder = out / f"{name}.checkpoints"
+    folder = checkpoints_of(out, name)
     trainer = Trainer(pipeline, source, chosen, checkpoints=Checkpoints(folder, keep=1))
     if (checkpoint := newest(folder)) is not None:
         trainer.resume(restore(pipeline, checkpoint)["trainer"])
@@ -106,10 +112,12 @@ def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Pa
     if seed != SEARCH_SEED:
         source_of_test = EvalSource(data, BATCH)
         record["test"] = pipeline.evaluate(source_of_test, source_of_test.batches).metrics["accuracy"]
-    write_json(path, record)
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"{name}: validation {record['validation'][-1]:.2%}, {record['seconds']} s", flush=True)
     return record
+
+
+def checkpoints_of(out: Path, name: str) -> Path:
+    """Return the folder of the checkpoints of a run that is not finished."""
+    return out / f"{name}.checkpoints"
 
 
 def search(method: str, data: Dataset, out: Path, optimizer: str = "sgd") -> float:
@@ -158,18 +166,18 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     save(grid(panels), path)
 
 
+@command
 def main() -> None:
     """Train what has no record, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("root", type=Path, help="folder that contains cifar-10-batches-py")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
     parser.add_argument("--methods", nargs="*", choices=METHOD, default=list(METHOD), help="methods to train; all by default")
     parser.add_argument("--optimizer", choices=OPTIMIZER, default="sgd", help="optimizer of the runs")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="seeds of final runs; none searches only")
     parser.add_argument("--picture", type=Path, help="file of the picture")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    options.out.mkdir(parents=True, exist_ok=True)
     data: Any = load_dataset("cifar10", root=options.root) if options.methods else None
     for method in options.methods:
         rate = search("backprop" if method == "reversible" else method, data, options.out, options.optimizer)

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
 from petra.errors import DataError, first_line, require
 
-from .run.folder import CHANGES, CONFIG, RECORD, epochs_in, flat, load_config, rows_of, updates_in
+from .run.folder import CHANGES, CONFIG, RECORD, epochs_in, flat, load_config, records_in, rows_of, updates_in
 from .runtime.terminal import command, parser_for, table
 
 HEADER = ("run", "data", "method", "d", "k", "epochs", "train loss", "test loss", "test accuracy", "best")
@@ -21,17 +22,19 @@ HEADER = ("run", "data", "method", "d", "k", "epochs", "train loss", "test loss"
 def main(arguments: list[str] | None = None) -> None:
     """Print a Markdown table of the runs, finished or not, and draw their curves.
 
-    Runs are named by their folders or records, or by their paths if two agree. A star marks those resumed with other settings.
+    FILE.jsonl stands for all of its records, and FILE.jsonl/NAME for one, with * in NAME for any text. Runs are named by their
+    folders or records, or by their paths if two agree. A star marks those resumed with other settings.
     """
     parser = parser_for(__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or records of runs")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or records: FILE.jsonl, FILE.jsonl/NAME")
     parser.add_argument("--out", type=Path, help="PNG, SVG or PDF file for the curves")
     options = parser.parse_args(arguments)
-    folders, out = options.runs, options.out
+    out = options.out
     require(out is None or out.suffix in (".png", ".svg", ".pdf"), "--out", "a file name that ends in .png, .svg or .pdf", out)
-    names = [folder.resolve().name.removesuffix(RECORD) for folder in folders]
-    names = names if len({*names}) == len(names) else [str(folder) for folder in folders]
-    runs = dict(zip(names, map(_read, folders), strict=True))
+    found = [pair for path in options.runs for pair in _read(path)]
+    names = [path.resolve().name.removesuffix(RECORD) for path, _ in found]
+    names = names if len({*names}) == len(names) else [str(path) for path, _ in found]
+    runs = dict(zip(names, [run for _, run in found], strict=True))
     print(table(HEADER, [_cells(name + run.get("mark", ""), run) for name, run in runs.items()]), end="")
     if out is not None:
         from petra.analysis.plots import curve_panels, grid, save
@@ -43,18 +46,24 @@ def main(arguments: list[str] | None = None) -> None:
             save(grid(curve_panels(histories, updates)), out)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """Return the ``setting`` of a run or its record (data, method, delay, k and epochs), ``rows``, ``updates`` and ``mark``."""
-    if not path.name.endswith(RECORD):
+def _read(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the runs of a path: their ``setting`` (data, method, delay, k and epochs), ``rows``, ``updates`` and ``mark``."""
+    file = next((each for each in (path, path.parent) if each.suffix == ".jsonl"), None)
+    if file is None and not path.name.endswith(RECORD):
         rows, config = epochs_in(path), dict(flat(load_config(path / CONFIG)))
         setting = [config.get(key) for key in ("data._target_", "method.name", "method.delay", "k", "trainer.epochs")]
-        return {"setting": setting, "rows": rows, "updates": updates_in(path), "mark": "*" * (path / CHANGES).exists()}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        setting = [content[name] for name in ("data", "method", "delay", "k", "epochs")]
-        return {"setting": setting, "rows": rows_of(content["curve"]), "updates": rows_of(content["updates"])}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: expected the record of a run, got another file ({first_line(error)})") from error
+        yield path, {"setting": setting, "rows": rows, "updates": updates_in(path), "mark": "*" * (path / CHANGES).exists()}
+        return
+    records = records_in(file or path)
+    chosen = matching(records, path.name) if file == path.parent else [*records]
+    require(bool(chosen), str(path), "the name of a record, with * for any text", path.name)
+    for name in chosen:
+        content, place = records[name], path if file is None else file / name
+        try:
+            setting = [content[key] for key in ("data", "method", "delay", "k", "epochs")]
+            yield place, {"setting": setting, "rows": rows_of(content["curve"]), "updates": rows_of(content["updates"])}
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{place}: expected the record of a run, got another file ({first_line(error)})") from error
 
 
 def _cells(name: str, run: dict[str, Any]) -> list[str]:

@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     scale, overrides = parse(words, trains, options.target)
     require(options.processes >= 1, "--processes", "an integer >= 1", options.processes)
     for folder in options.runs:
-        require(folder.is_dir(), "--runs", "existing folders (key=value goes before --runs)", folder)
+        exists = folder.is_dir() or (folder.suffix == ".jsonl" and folder.is_file())
+        require(exists, "--runs", "existing folders, or files of records (key=value goes before --runs)", folder)
     if options.page is not None:
         _around_marks(options.page)
     torch.set_num_threads(1)
@@ -143,7 +144,12 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("runs", "reproduce"), help="folder of the results (default: runs/reproduce)"
     )
     parser.add_argument(
-        "--runs", type=Path, nargs="+", default=[], metavar="FOLDER", help="further folders with finished runs to use"
+        "--runs",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="further folders with finished runs to use, or files of records",
     )
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of each run on this machine (default: 1)")
     parser.add_argument("--gather", action="store_true", help="train nothing, use only finished runs")

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from launch.run.folder import RECORD, epochs_in, gradients_in, updates_in
+from launch.run.folder import RECORD, epochs_in, gradients_in, records_in, updates_in
 from petra.errors import DataError, first_line
 from petra.training.records import write_text_atomically, writing
 
@@ -104,22 +104,17 @@ def write_record(folder: Path, record: Record) -> Path:
     return path
 
 
-def read_record(path: Path) -> Record:
-    """Return the record in a file.
+def read_records(path: Path) -> Iterator[tuple[Path, Record]]:
+    """Yield records with their paths, in the order of their names: those in a folder, in a file of JSON lines, or in one file.
 
     Raises:
-        DataError: If the file can't be read, lacks a field, or has another one.
+        DataError: If a file can't be read, or a record lacks a field or has another one.
     """
-    try:
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: expected a record, got another file ({first_line(error)})") from error
-
-
-def read_records(folder: Path) -> Iterator[tuple[Path, Record]]:
-    """Yield the records in a folder with their paths, in the order of their names."""
-    for path in sorted(folder.glob(f"*{RECORD}")):
-        yield path, read_record(path)
+    for name, content in records_in(path, f"*{RECORD}").items():
+        try:
+            yield path / name, Record(**content)
+        except TypeError as error:
+            raise DataError(f"{path / name}: expected a record, got another file ({first_line(error)})") from error
 
 
 def _first_stage(row: Row) -> Row:

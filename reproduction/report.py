@@ -30,7 +30,7 @@ class Request:
     Attributes:
         overrides: Overrides of the configuration of every run. They take precedence over those of the target.
         out: Folder of the results. Runs are in its subfolder ``runs``.
-        folders: Further folders with finished runs that may be used.
+        folders: Further folders with finished runs that may be used, or files of records.
         processes: Number of processes of each run on this machine.
         gather: Train nothing; use only finished runs.
     """

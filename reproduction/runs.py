@@ -28,7 +28,7 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: Folder of the run, or file of its record.
+        folder: Folder of the run, or path of its record.
         summary: Content of summary.json.
         rows: Rows of metrics.jsonl, one per epoch.
         gradients: Rows of gradients.jsonl.

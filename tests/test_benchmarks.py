@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 from collections import Counter
 from itertools import product
@@ -13,13 +14,18 @@ import pytest
 import torch
 
 from benchmarks import fine_tuning, pipelines, reversible_sequence, vision
+from benchmarks.records import RECORDS, merge, recorded
+from benchmarks.records import main as merging
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.staleness import __main__ as command
 from benchmarks.staleness import cells, costs, figures, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
-from petra import Recipe, TensorSpec, make_plan
+from launch.run.folder import records_in
+from petra import ConfigError, DataError, Recipe, TensorSpec, make_plan
 from petra.data import load_dataset
 from tests.data.test_tokens import write_llmc
+from tests.structure import ROOT
+from tests.support.commands import refused
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -125,21 +131,59 @@ def test_every_k_reads_the_same_tokens(tokens: Path) -> None:
     assert all(torch.equal(windows(4), windows(k)) for k in (8, 16, 32))
 
 
+def test_records_of_many_files_are_those_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names and values stay as they are, two processes' folders make one file, a program reads either, and nothing is replaced."""
+    first, second, file = tmp_path / "a", tmp_path / "b", tmp_path / "records" / "all.jsonl"
+    values = {
+        "b_lr1e-05_s1": {"rate": 1e-05, "curve": [0.1, 1 / 3, np.inf], "setting": {"k": 4, "keep": None}},
+        "a.5": {"text": "x̃"},
+    }
+    for folder, name in zip((first, second), values, strict=True):
+        assert recorded(folder, name, lambda name=name: values[name]) == values[name]
+    merging([str(first), str(file)])
+    merging([str(second), str(first), str(file)])
+    assert capsys.readouterr().out == f"{file}: 1 records\n{file}: 2 records\n"
+    assert [*records_in(file).items()] == sorted(values.items())
+    assert [line[:12] for line in file.read_text().splitlines()] == ['{"name":"a.5', '{"name":"b_l']
+    assert recorded(file, "a.5", lambda: {}) == values["a.5"]
+    with pytest.raises(ConfigError, match="--out: expected a folder, to train c"):
+        recorded(file, "c", lambda: {})
+    merging([str(file), str(tmp_path / "c")])
+    assert [*records_in(tmp_path / "c").items()] == sorted(values.items())
+    capsys.readouterr()
+    before = file.read_text()
+    (second / "a.5.json").write_text('{"text": "y"}')
+    assert refused(merging, [str(second), str(file)]) == f"{second}: expected equal records of equal names, got a.5"
+    assert file.read_text() == before
+    file.write_text(before + before)
+    with pytest.raises(DataError, match=r"one record of each name, got two of a\.5"):
+        merge([], file)
+    file.write_text("[1]\n")
+    with pytest.raises(DataError, match="expected the record of a run, got another file"):
+        records_in(file)
+
+
+def test_records_are_few_files_in_one_folder() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.json", "*.jsonl"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    found = [path for path in listed if not path.startswith(("tests/", "docker/", "launch/", "petra/", "conf/"))]
+    assert {str(Path(path).parent) for path in found} <= {str(RECORDS.relative_to(ROOT))}
+    assert len(found) <= 15
+
+
 @pytest.mark.parametrize(("benchmark", "page"), [(fine_tuning, "docs/huggingface.md"), (vision, "benchmarks/staleness/README.md")])
 def test_tables_are_those_of_the_records(benchmark: Any, page: str) -> None:
-    folder = Path(benchmark.__file__).with_suffix("")
-    records = [json.loads(path.read_text()) for path in sorted(Path(f"{folder}_records").glob("*.json"))]
-    text = (folder.parents[1] / page).read_text()
+    records = [*records_in(RECORDS / f"{Path(benchmark.__file__).stem}.jsonl").values()]
+    text = (ROOT / page).read_text()
     assert all(row in text for row in benchmark.table(records).split("\n\n")[0].splitlines())
 
 
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     """The page has the table that the records give. Interval of the differences 1, 2 and 3: 2 ± 4.303 · 1 / √3 (Student's t)."""
     folder = Path(figures.__file__).parent
-    records = figures.read_all(folder / "records")
+    records = figures.read_all(RECORDS / "staleness.jsonl")
     page = (folder / "README.md").read_text(encoding="utf-8")
     assert figures.results(records) in page
-    compared = [each["cosine"] for each in json.loads((folder / "cosines.json").read_text())["cells"].values()]
+    compared = [each["cosine"] for each in json.loads((RECORDS / "staleness_cosines.json").read_text())["cells"].values()]
     assert all(f"| {' | '.join(f'{value:.3f}' for value in row)} |" in page for row in zip(*compared, strict=True))
     for staleness, k in (("0.94", 32), ("1.88", 16), ("3.75", 8), ("7.50", 4)):
         petra, dsp, late = (figures.final(records[f"j16_{method}_k{k}_adamw"]) for method in ("petra", "dsp", "delayed"))
@@ -171,7 +215,7 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
 def test_times_to_a_loss_are_those_of_the_records(tmp_path: Path) -> None:
     """The page has the tables that the records give. On links without limit, PETRA takes k times the longest stage."""
     folder = Path(costs.__file__).parent
-    records = figures.read_all(folder / "records")
+    records = figures.read_all(RECORDS / "staleness.jsonl")
     page = (folder / "README.md").read_text(encoding="utf-8")
     for j, optimizer in ((8, "adamw"), (16, "adamw"), (16, "muon"), (32, "adamw")):
         assert all(costs.times(costs.ways(records, j, optimizer, remedies), j) in page for remedies in (True, False))
@@ -197,7 +241,8 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
     parts: Any = (vision.part_of(data.train, 64, 16, augment=False), data.train)
     assert torch.equal(parts[0].inputs(torch.arange(16), 5), parts[1].inputs(torch.arange(64, 80), None))
     sizes = {"WIDTH": 0.0625, "BATCH": 8, "TRAINING": 64, "VALIDATION": 16, "SHORT": 4, "EPOCHS": 4, "SEEDS": (0, 1)}
-    for name, value in {**sizes, "RATES": (0.02, 0.1, 0.5), "load_dataset": lambda name, root: data}.items():
+    rates = {"sgd": (vision.sgd, (0.02, 0.1, 0.5))}
+    for name, value in {**sizes, "OPTIMIZER": rates, "load_dataset": lambda name, root: data}.items():
         monkeypatch.setattr(vision, name, value)
     alone = vision.run("petra", 0.1, 4, 0, data, tmp_path / "whole")
     with monkeypatch.context() as patch:

@@ -1,5 +1,6 @@
 """Pages tell the truth: commands parse, compose and plan, snippets run, links lead somewhere, made pages are up to date."""
 
+import json
 import os
 import re
 import shlex
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.run import get_args_parser
 
 import petra
+from benchmarks.records import RECORDS
 from docs import schedules
 from docs.reference import page
 from examples.own_model import Patches, branch
@@ -33,6 +35,7 @@ from launch.cli import take_processes
 from launch.config.compose import compose_overrides
 from launch.config.schema import Config
 from launch.run.build import set_up
+from launch.run.folder import records_in
 from launch.runtime.rank import Process
 from petra import ConfigError, Model, TensorSpec
 from tests.structure import ROOT
@@ -236,9 +239,11 @@ def test_names_in_sentences_are_names_of_the_library(path: Path) -> None:
 def test_quoted_outcomes_of_training_are_those_of_records() -> None:
     """Accuracies in percent with two decimals and losses with four, outside of code: of a run, or the mean over its seeds."""
     runs = defaultdict[str, list[list[float]]](list)
-    for path in (*(ROOT / "reproduction/records").glob("*.json"), *(ROOT / "benchmarks").glob("*_records/*.json")):
-        outcomes = " ".join(re.findall(r'"\w*(?:loss|accuracy|test|validation)\w*": (\[[^]]*|[\d.]+)', path.read_text()))
-        runs[re.sub(r"_s\d+(?=\.)", "", path.name)].append([float(text) for text in re.findall(r"\d+\.\d+(?:e-\d+)?", outcomes)])
+    for file in (each for each in RECORDS.glob("*.jsonl") if each.name != "staleness.jsonl"):
+        for name, record in records_in(file).items():
+            text = json.dumps(record)
+            outcomes = " ".join(re.findall(r'"\w*(?:loss|accuracy|test|validation)\w*": (\[[^]]*|[\d.]+)', text))
+            runs[re.sub(r"_s\d+$", "", name)].append([float(text) for text in re.findall(r"\d+\.\d+(?:e-\d+)?", outcomes)])
     means = [[sum(each) / len(each) for each in zip(*group, strict=False)] for group in runs.values()]
     known = {text for value in chain(*means, *chain(*runs.values())) for text in (f"{value:.4f}", f"{100 * value:.2f}")}
     for path in PAGES:

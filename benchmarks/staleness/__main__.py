@@ -15,6 +15,7 @@ from benchmarks.report import best_rate
 from benchmarks.staleness.cells import CELLS, LARGE, MOST_COMPARED, Cell
 from benchmarks.staleness.figures import final_runs, read_all
 from benchmarks.staleness.train import Trial, run
+from launch.runtime.terminal import command
 
 UPDATES = 256
 """Updates of each run: 524,288 tokens. Shorter runs of a search would favour larger rates than the final runs need."""
@@ -49,14 +50,14 @@ def trials(cell: Cell, data: Path, out: Path) -> list[dict[str, Any]]:
     return records
 
 
+@command
 def main() -> None:
     """Train all cells in their order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tokens", type=Path, help="folder of the token files")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
     parser.add_argument("--cells", nargs="*", help="names of cells; all by default")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
     for cell in CELLS:
         if not options.cells or cell.name in options.cells:
             trials(cell, options.tokens, options.out)

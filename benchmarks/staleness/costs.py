@@ -2,7 +2,8 @@
 
 Training losses come from the records, the time of an update from the cost model: a decoder of width 4096 with one layer per device,
 in bf16, on devices of 60 TFLOP/s. Nothing ran on such devices. ``--measure`` measures how fast the benchmark's own layer computes
-at each size of a microbatch and writes it to ``efficiency.json``, which determines how fast the devices are at that size.
+at each size of a microbatch and writes it to ``staleness_efficiency.json`` among the records, which determines how fast the devices
+are at that size.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.records import RECORDS
 from benchmarks.report import machine
 from benchmarks.staleness.cells import WINDOW, WINDOWS, Cell
 from benchmarks.staleness.figures import Records, final_runs, read_all
@@ -54,7 +56,7 @@ SMOOTH = 16
 NUMERICS = Numerics(torch.bfloat16, wire="bf16")
 ITERATIONS = 5
 """Newton-Schulz iterations of Muon. Updates of the other optimizers take no time here."""
-EFFICIENCY = Path(__file__).parent / "efficiency.json"
+EFFICIENCY = RECORDS / "staleness_efficiency.json"
 FLUSHES = ("gpipe", "1f1b", ZB_H1.name)
 """Schedules that train like backpropagation, with any number of microbatches per update. ZB-H1 is predicted only."""
 SIZES = (32, 16, 8, 4)
@@ -277,7 +279,7 @@ def draw_memory(found: dict[str, list[float]], path: Path) -> None:
 def main() -> None:
     """Print the tables, and draw the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path, help="folder of the records")
+    parser.add_argument("records", type=Path, help="folder or file of the records")
     parser.add_argument("--measure", action="store_true", help="measure the efficiency of small microbatches on this machine")
     parser.add_argument("--time", type=Path, help="file of the picture of times, .png or .svg")
     parser.add_argument("--memory", type=Path, help="file of the picture of memory, .png or .svg")

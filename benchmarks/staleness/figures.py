@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.staleness.cells import CELLS
-from benchmarks.staleness.train import read
+from launch.run.folder import records_in
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Half the width of a 95 % interval in standard errors, by the number of pairs (Student's t)."""
@@ -23,10 +23,10 @@ Records = Mapping[str, list[dict[str, Any]]]
 """Records by the name of their cell."""
 
 
-def read_all(folder: Path) -> Records:
-    """Return all records in a folder, in the order of the grid."""
+def read_all(path: Path) -> Records:
+    """Return all records in a folder or a file, in the order of the grid."""
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for record in map(read, sorted(folder.glob("*.json"))):
+    for record in records_in(path).values():
         found[record["cell"]].append(record)
     return {cell.name: found[cell.name] for cell in CELLS if cell.name in found}
 
@@ -144,7 +144,7 @@ def draw(records: Records, path: Path) -> None:
 def main() -> None:
     """Print the tables, and draw the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", type=Path, help="folder of the records")
+    parser.add_argument("records", type=Path, help="folder or file of the records")
     parser.add_argument("--out", type=Path, help="file of the picture, .png or .svg")
     options = parser.parse_args()
     records = read_all(options.records)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.records import recorded
 from benchmarks.report import machine
 from benchmarks.staleness.cells import CLIP, VOCABULARY, WINDOW, WINDOWS, Cell
 from petra import Hook, Pipeline, Recipe, TensorSpec, UpdateRules
@@ -22,7 +22,7 @@ from petra.data import Split, TrainSource, load_dataset
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.errors import NumericsError
-from petra.training import Cosine, write_json
+from petra.training import Cosine
 
 VALIDATION_WINDOWS, TEST_WINDOWS = 1024, 2048
 """Windows of each part that are evaluated, at equal distances over the whole part."""
@@ -73,10 +73,7 @@ class ErrorHistory(ReconstructionMonitor):
 
 def run(trial: Trial, data: Path, out: Path) -> dict[str, Any]:
     """Return the record of a trial, trained now unless ``out`` has it."""
-    path = out / f"{trial.name}.json"
-    if not path.exists():
-        write_json(path, train(trial, data))
-    return read(path)
+    return recorded(out, trial.name, lambda: train(trial, data))
 
 
 def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda pipeline: Hook()) -> dict[str, Any]:
@@ -138,12 +135,6 @@ def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda
         "seconds": round(seconds, 1),
         "machine": machine(),
     }
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Return a record."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
 
 
 @torch.no_grad()

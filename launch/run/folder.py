@@ -26,7 +26,7 @@ GRADIENTS = "gradients.jsonl"
 CHANGES = "changes.jsonl"
 """Settings that were changed when the run was resumed."""
 RECORD = ".record.json"
-"""How the name of a record ends: a finished run in one file, see reproduction/records/README.md."""
+"""How the name of a record's file ends: a finished run in one file, see docs/evidence/records/README.md."""
 FORMAT = 3
 """Layout of run folders and checkpoints: it changes with the keys of the configuration."""
 LAST_READERS = {1: "f6a0b0a2", 2: "c9a6d9dd"}
@@ -180,6 +180,29 @@ def _rows(path: Path, *keys: str) -> list[dict[str, Any]]:
             expected = f"a number {key} in line {number}"
             require(isinstance(row.get(key), int | float), str(path), expected, row.get(key, "none"), DataError)
     return rows
+
+
+def records_in(path: Path, pattern: str = "*.json") -> dict[str, dict[str, Any]]:
+    """Return records by name, in the order of names: of a file of JSON lines (.jsonl), a folder with a file for each, or one file.
+
+    Args:
+        pattern: Pattern of the names of files in a folder.
+
+    Raises:
+        DataError: If a file can't be read, or holds something else or two records of the same name.
+    """
+    in_lines, found = path.suffix == ".jsonl", dict[str, dict[str, Any]]()
+    for source in sorted(path.glob(pattern)) if path.is_dir() else [path]:
+        try:
+            text = source.read_text(encoding="utf-8")
+            for content in map(json.loads, text.splitlines() if in_lines else [text]):
+                record = dict(content)
+                name = record.pop("name") if in_lines else source.name.removesuffix(RECORD).removesuffix(".json")
+                require(name not in found, str(source), "one record of each name", f"two of {name}", DataError)
+                found[name] = record
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise DataError(f"{source}: expected the record of a run, got another file ({first_line(error)})") from error
+    return dict(sorted(found.items()))
 
 
 def rows_of(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.records import RECORDS, merge
 from launch.compare import main as compare
 from launch.config.compose import compose_overrides
 from launch.run import training
@@ -21,7 +23,7 @@ from petra.models import revnet50
 from reproduction import accuracy, memory, runs
 from reproduction import command as reproduce
 from reproduction.jobs import Job
-from reproduction.record import read_record, read_records, record_of, write_record
+from reproduction.record import read_records, record_of, write_record
 from reproduction.report import Request, Scale
 from reproduction.targets import TARGETS
 from tests.support.commands import ALONE, refused
@@ -163,7 +165,7 @@ def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: 
     folder = Path(__file__).parents[2] / "reproduction"
     page = tmp_path / "results.md"
     shutil.copy(folder / page.name, page)
-    request(tmp_path / "out", target, "--gather", "--runs", str(folder / "records"), "--page", str(page))
+    request(tmp_path / "out", target, "--gather", "--runs", str(RECORDS / "papers.jsonl"), "--page", str(page))
     assert page.read_text() == (folder / page.name).read_text()
 
 
@@ -178,9 +180,6 @@ def test_invalid_requests_end_with_one_line(arguments: list[str], reason: str, t
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert refused(reproduce.main, [*arguments, "--out", str(tmp_path / "out")]).startswith(reason)
     assert not (tmp_path / "out").exists()
-
-
-RECORDS = Path(__file__).parents[2] / "reproduction" / "records"
 
 
 @pytest.fixture
@@ -201,7 +200,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_every_setting_has_one_record() -> None:
-    records = [record for _, record in read_records(RECORDS)]
+    records = [record for name in ("papers", "language_models") for _, record in read_records(RECORDS / f"{name}.jsonl")]
     names = [(record.scale, name) for record in records for name in (record.setting, *record.also)]
     assert len(records) >= 53
     assert len({*names}) == len(names)
@@ -209,8 +208,7 @@ def test_every_setting_has_one_record() -> None:
 
 def test_the_folder_of_a_run_becomes_a_record(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_record(tmp_path, record_of(run, "mine_1.5e-3", "755bbe8", "B", scale="paper"))
-    record = read_record(path)
-    assert [(path, record)] == [*read_records(tmp_path)]
+    [(_, record)] = read_records(tmp_path)
     assert (record.setting, record.scale, record.commit, record.machine) == ("mine_1.5e-3", "paper", "755bbe8", "B")
     assert (record.method, record.delay, record.k, record.seed, record.optimizer) == ("petra", 2, 4, 3, "sgd")
     assert record.architecture == "width 0.25, norm batchnorm"
@@ -226,13 +224,21 @@ def test_the_folder_of_a_run_becomes_a_record(run: Path, tmp_path: Path, capsys:
     cells = "digits | petra | 2 | 4 | 1 of 1 | 1.0000 | 1.0000 | 70.00% | 70.00% |"
     assert f"| mine_1.5e-3 | {cells}" in capsys.readouterr().out
     assert (tmp_path / "x.svg").read_text().count("<svg") == 1
+    write_record(tmp_path, replace(record, setting="other"))
+    file = tmp_path / "all.jsonl"
+    merge([tmp_path], file)
+    assert dict(read_records(file)) == {file / "mine_1.5e-3": record, file / "other": replace(record, setting="other")}
+    for chosen, names in ((file, ["mine_1.5e-3", "other"]), (file / "mine*", ["mine_1.5e-3"])):
+        compare([str(chosen)])
+        assert re.findall(r"^\| (\S+) \| digits", capsys.readouterr().out, re.MULTILINE) == names
+    assert refused(compare, [str(file / "x*")]) == f"{file}/x*: expected the name of a record, with * for any text, got x*"
 
 
 def test_what_is_no_record_is_refused(run: Path, tmp_path: Path) -> None:
     path = write_record(tmp_path, record_of(run, "mine", None, "B"))
     path.write_text(path.read_text().replace('"k"', '"j"'))
     with pytest.raises(DataError, match="expected a record, got another file"):
-        read_record(path)
+        [*read_records(tmp_path)]
     assert refused(compare, [str(path)]).startswith(f"{path}: expected the record of a run, got another file (")
     (run / "summary.json").unlink()
     with pytest.raises(DataError, match="expected the folder of a finished run"):
