@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks.records import RECORDS, merge, recorded
 from benchmarks.records import main as merging
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.staleness import __main__ as command
-from benchmarks.staleness import cells, costs, figures, train
+from benchmarks.staleness import cells, costs, figures, law, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
 from launch.run.folder import records_in
 from petra import ConfigError, DataError, Recipe, TensorSpec, make_plan
@@ -210,6 +211,23 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
     figures.draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_the_law_finds_the_constants_of_data_that_obey_it_and_the_page_has_its_table() -> None:
+    found = law.penalties(figures.read_all(RECORDS / "staleness.jsonl"))
+    assert law.table(found) in (ROOT / "benchmarks/staleness/README.md").read_text(encoding="utf-8")
+    true = {"power": 0.7, "adamw": 12.0, "muon": 3.0, "nadam": 9.0, "basis_rotation": 4.0}
+    true |= {"stashed": 0.8, "reconstruction": 1.2, "feedback": 0.6, "prediction": 0.9}
+    obeying = [replace(cell, percent=law.predicted(true, cell)) for cell in found]
+    fitted = [cell for cell in obeying if not law.held_out(cell.cell, cell.setting)]
+    assert law.fit(fitted) == pytest.approx(true)
+    assert len(law.fit(fitted)) <= len(fitted) / 4
+    assert all(by_law == pytest.approx(cell.percent) for cell, _, by_law, _ in law.trials(obeying))
+    two = {cell.cell: cell.staleness for cell in found}
+    assert (two["j16_pipedream_2bw_k16_muon"], two["j16_petra_k16_muon"]) == (1.0, pytest.approx(15 / 16))
+    ends = [replace(found[0], staleness=s, percent=p) for s, p in ((1.0, 10.0), (4.0, 30.0))]
+    assert law.interpolated(replace(found[0], staleness=2.0), ends) == pytest.approx(20)
+    assert law.interpolated(replace(found[0], staleness=5.0), ends) is None
 
 
 def test_times_to_a_loss_are_those_of_the_records(tmp_path: Path) -> None:
