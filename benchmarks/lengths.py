@@ -29,7 +29,7 @@ class Contestant:
     """Trains four stages. Each call trains on 32,768 tokens and returns the seconds."""
 
     def __init__(self, tokens: int, lengths: Sequence[int]) -> None:
-        recipe = Recipe(OPTIMIZERS["adamw"], lambda t: 1e-4, remedies=[Lengths((*lengths,))] if lengths else [])
+        recipe = Recipe(OPTIMIZERS["adamw"], lambda t: 1e-4, extensions=[Lengths((*lengths,))] if lengths else [])
         inputs = TensorSpec((1, tokens), torch.int64)
         self._pipeline = Pipeline(revgpt_1m(size=tokens), inputs, recipe, stages=4, k=16)
         self._data, self._microbatches = Zeros(inputs), 2**15 // tokens

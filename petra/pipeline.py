@@ -45,7 +45,7 @@ class Pipeline:
     Args:
         model: The model.
         inputs: Spec of one microbatch of data, of all replicas together.
-        recipe: Optimizer, learning rate, loss, metrics, seed, update rules and remedies.
+        recipe: Optimizer, learning rate, loss, metrics, seed, update rules and extensions.
         method: A name from :data:`petra.method.METHODS`, or a :class:`petra.method.Method`.
         k: Microbatches per update; their gradients are averaged.
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
@@ -245,7 +245,7 @@ class Pipeline:
         return {key: value for part in gathered for key, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a :meth:`state_dict` of at least this rank's blocks, and restart moving averages, older weights and remedies.
+        """Load a :meth:`state_dict` of at least this rank's blocks, and restart moving averages, older weights and extensions.
 
         Raises:
             ModelError: If a key belongs to no block, or an entry is missing or has another shape. The message names the block.

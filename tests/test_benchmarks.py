@@ -64,7 +64,7 @@ def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
         inputs = TensorSpec((WINDOWS // cell.k, WINDOW), torch.int64)
         plan = make_plan(cell.make_model(), inputs, method=cell.make_method(), k=cell.k)
         found[cell.stages, cell.method, round(plan.stages[0].staleness, 1)] += 1
-        Recipe(cell.make_optimizer(), remedies=cell.make_remedies()).check(plan)
+        Recipe(cell.make_optimizer(), extensions=cell.make_remedies()).check(plan)
     for control in ("dsp", "delayed"):
         assert {s for j, method, s in found if (j, method) == (16, control)} == {0.9, 1.9, 3.8, 7.5}
     assert {s for j, method, s in found if method in ("pipedream_2bw", "paci")} <= {0.9, 1.0}

@@ -7,8 +7,7 @@ from functools import partial
 from itertools import product
 
 from examples.remedies.fitted import FittedPrediction
-from petra import METHODS, Keep, Method, Model
-from petra.engine.options.remedy import Remedy
+from petra import METHODS, Extension, Keep, Method, Model
 from petra.engine.recipe import OptimizerFactory
 from petra.models import gpt, revgpt
 from petra.staleness import Feedback, WeightPrediction
@@ -94,7 +93,7 @@ class Cell:
         """Return a function that builds the optimizer of a stage."""
         return partial(OPTIMIZERS[self.optimizer.partition("_b1=")[0]], **OPTIONS[self.optimizer])
 
-    def make_remedies(self) -> tuple[Remedy, ...]:
+    def make_remedies(self) -> tuple[Extension, ...]:
         """Return the remedies. Muon's momentum is no step, so its prediction repeats the last update."""
         if self.remedy == "feedback":
             return (Feedback(),)

@@ -90,7 +90,7 @@ def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda
             Cosine(trial.rate, trial.updates * cell.k, 1, trial.warmup),
             seed=trial.seed,
             rules=UpdateRules(clip=CLIP),
-            remedies=cell.make_remedies(),
+            extensions=cell.make_remedies(),
         ),
         method=cell.make_method(),
         k=cell.k,

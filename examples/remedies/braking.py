@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from petra.engine.options.remedy import Remedy
+from petra import Extension
 from petra.errors import require
 from petra.staleness.step import AroundStep
 
 
 @dataclass(frozen=True)
-class Braking(Remedy):
+class Braking(Extension):
     """Scales gradients by their cosine with the momentum, with strength ρ."""
 
     strength: float = 2.0

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from petra.engine.options.remedy import Remedy
+from petra import Extension
 from petra.staleness.step import AroundStep, require_momentum
 
 
 @dataclass(frozen=True)
-class SpikeCompensation(Remedy):
+class SpikeCompensation(Extension):
     """Compensates spikes in the updates of SGD with momentum."""
 
     def prepare(self, optimizer):

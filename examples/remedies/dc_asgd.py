@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from petra import Extension
 from petra.engine.block import WrappedRunner
-from petra.engine.options.remedy import Remedy
 from petra.errors import require
 from petra.method import Weights
 
 
 @dataclass(frozen=True)
-class DelayCompensation(Remedy):
+class DelayCompensation(Extension):
     """Corrects the gradients of methods that stash weights, with factor λ."""
 
     strength: float = 0.04

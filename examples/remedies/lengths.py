@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from petra import Extension
 from petra.engine.block import WrappedRunner
-from petra.engine.options.remedy import Remedy
 from petra.errors import require
 from petra.reversible import derive_seed
 
 
 @dataclass(frozen=True)
-class Lengths(Remedy):
+class Lengths(Extension):
     """Cuts rows of tokens into sequences of one of ``lengths``. The longest is ``data.size``, and the others divide it."""
 
     lengths: tuple[int, ...] = (128, 256)

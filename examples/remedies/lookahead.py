@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from petra.engine.options.remedy import Remedy
+from petra import Extension
 from petra.errors import require
 from petra.staleness.step import require_momentum
 
 
 @dataclass(frozen=True)
-class Lookahead(Remedy):
+class Lookahead(Extension):
     """Sets Nesterov momentum γ of SGD, and multiplies the learning rate by 1 − γ."""
 
     momentum: float = 0.99

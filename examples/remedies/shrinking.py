@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from petra.engine.options.remedy import Remedy
+from petra import Extension
 from petra.transport.port import WrappedPort
 
 
 @dataclass(frozen=True)
-class GradientShrinking(Remedy):
+class GradientShrinking(Extension):
     """Multiplies the gradients that stages send upstream by β."""
 
     factor: float = 0.9

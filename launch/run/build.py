@@ -17,7 +17,7 @@ from petra.data import EvalSource, TrainSource
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of, top5_correct
 from petra.engine.options.bf16_weights import check_short
-from petra.engine.options.remedy import Remedy
+from petra.engine.options.extension import Extension
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, alternatives, require
@@ -107,7 +107,7 @@ class Setup:
             metrics=_metrics(config.data, self.unit),
             seed=config.seed,
             rules=rules,
-            remedies=(remedies,) if isinstance(remedies, Remedy) else remedies,
+            extensions=(remedies,) if isinstance(remedies, Extension) else remedies,
         )
 
     def pipeline(self, microbatches_per_epoch: int = 1, replicas: Replicas | None = None) -> Pipeline:
@@ -154,8 +154,8 @@ def set_up(config: Config, process: Process) -> Setup:
     checked = setup.recipe()
     checked.check(setup.plan)
     check_short(setup.plan, checked)
-    for remedy in checked.remedies:
-        remedy.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if a remedy doesn't support the optimizer
+    for extension in checked.extensions:
+        extension.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if one doesn't support the optimizer
     return setup
 
 

@@ -82,7 +82,7 @@ def count_stage(
     """Count the memory of a stage. Equal stages are counted once. Needs neither a GPU nor the memory that it counts.
 
     Args:
-        recipe, run: Training settings, and the plan that remedies read; None if neither the optimizer nor the loss counts.
+        recipe, run: Training settings, and the plan that extensions read; None if neither the optimizer nor the loss counts.
         targets: Shape and type of a microbatch's targets if the stage is the last one.
         before: The stage before it if that is in the same process.
         returns_input: As for :class:`petra.engine.stage.Stage`.
@@ -95,7 +95,7 @@ def count_stage(
     known, parts = {} if known is None else known, [stage] if before is None else [before, stage]
     kinds = [tuple(model.blocks[b].kind for b in part.blocks) for part in parts]
     forms = [(part.blocks.start == 0, part.inputs, part.keeps, part.weights) for part in parts]
-    key = (*zip(kinds, forms, strict=True), returns_input, remote, targets, recipe and bool(recipe.remedies) * stage.staleness)
+    key = (*zip(kinds, forms, strict=True), returns_input, remote, targets, recipe and bool(recipe.extensions) * stage.staleness)
     if key not in known:
         with torch.device("meta"):
             modules = [[model.blocks[b].build().train() for b in part.blocks] for part in parts]
@@ -171,7 +171,7 @@ def _count(
 
 
 def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | None, live: LiveBytes) -> tuple[int, int]:
-    """Return the bytes of the optimizer's states and of what remedies store, and the most that a second step adds for a moment.
+    """Return the bytes of the optimizer's states and of what extensions store, and the most that a second step adds for a moment.
 
     If optimizer states are divided over replicas, they are those of the replica that has most.
     """
@@ -182,8 +182,8 @@ def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | Non
         shares = divide(stage.gradients.parameters, run.layout.dp)
         keep_share(optimizer, shares, max(range(len(shares)), key=lambda i: elements(shares[i])))
     if run is not None:
-        for remedy in recipe.remedies:
-            remedy.parts(stage, optimizer, run, plan.index)  # hooks of the optimizer refer to them
+        for extension in recipe.extensions:
+            extension.parts(stage, optimizer, run, plan.index)  # hooks of the optimizer refer to them
     try:
         with eager():
             optimizer.step()

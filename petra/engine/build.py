@@ -63,8 +63,8 @@ def build_stages(
         )
         for b, runner in zip(own.blocks, stage.runners, strict=True):
             runner.function.name = f"block {plan.model.blocks[b].name}"
-        for remedy in recipe.remedies:
-            stage.runners = [remedy.wrap_runner(runner) for runner in stage.runners]
+        for extension in recipe.extensions:
+            stage.runners = [extension.wrap_runner(runner) for runner in stage.runners]
     return stages
 
 
@@ -155,8 +155,8 @@ def build_workers(
     for j, stage in stages.items():
         update, (upstream, downstream) = _update(plan, recipe, j, stage, device), ports[j]
         downstream = CheckedPort(downstream, update[FiniteCheck])
-        for remedy in recipe.remedies:
-            upstream = remedy.wrap_port(upstream, plan, j)
+        for extension in recipe.extensions:
+            upstream = extension.wrap_port(upstream, plan, j)
         if recipe.rules.loss_scale is not None:
             from petra.engine.options.loss_scale import LossScale, ScaledCheck, ScaledPort, ScalingPort
 
@@ -171,22 +171,22 @@ def build_workers(
 
 
 def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device) -> Update:
-    """Return the updates of a stage: norm, clip, check, remedies, step, average. A loss scale acts before and after clip."""
-    rules, rate, remedial, averages = recipe.rules, recipe.learning_rate, list[Part](), list[Part]()
+    """Return the updates of a stage: norm, clip, check, extensions, step, average. A loss scale acts before and after clip."""
+    rules, rate, extending, averages = recipe.rules, recipe.learning_rate, list[Part](), list[Part]()
     optimizer = _optimizer(recipe, stage.module)
     if rules.weights == "bf16":
         from petra.engine.options.bf16_weights import attach_masters
 
         averages += attach_masters(plan, recipe, stage, optimizer)
-    for remedy in recipe.remedies:
-        rate = remedy.learning_rate(rate, plan.stages[j].staleness)
+    for extension in recipe.extensions:
+        rate = extension.learning_rate(rate, plan.stages[j].staleness)
         if optimizer is not None:
-            remedy.prepare(optimizer)
-            remedial += remedy.parts(stage, optimizer, plan, j)
+            extension.prepare(optimizer)
+            extending += extension.parts(stage, optimizer, plan, j)
     if optimizer is not None and not type(optimizer).__module__.startswith(("torch.optim.", "petra.")):
         from petra.engine.options.optimizer_state import OptimizerNumbers
 
-        remedial.append(OptimizerNumbers(optimizer, rules, remedial, derive_seed(recipe.seed, -2, j)))
+        extending.append(OptimizerNumbers(optimizer, rules, extending, derive_seed(recipe.seed, -2, j)))
     clip, last = [] if rules.clip is None else [Clip(rules.clip)], j == len(plan.stages) - 1
     checked: list[Part] = [*clip, FiniteCheck(stage, j + 1, rules, device, last=last)]
     if rules.loss_scale is not None:
@@ -198,7 +198,7 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         from petra.engine.options.averaging import WeightAverage
 
         averages.append(WeightAverage(stage.gradients.parameters, rules.average))
-    parts = [GradientNorm(stage.gradients.parameters), *checked, *remedial, OptimizerStep(stage, optimizer, rate), *averages]
+    parts = [GradientNorm(stage.gradients.parameters), *checked, *extending, OptimizerStep(stage, optimizer, rate), *averages]
     if rules.clip_globally:
         from petra.engine.options.global_clip import PostponedUpdate
 

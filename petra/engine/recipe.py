@@ -18,7 +18,7 @@ from petra.errors import ModelError, alternatives, is_integer, require
 from petra.plan import Plan
 
 if TYPE_CHECKING:
-    from petra.engine.options.remedy import Remedy
+    from petra.engine.options.extension import Extension
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 """Builds the optimizer of a stage from the module of its blocks, with parameters named ``<block's index in the stage>.<key>``."""
@@ -35,7 +35,7 @@ class Recipe:
         metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
         seed: Seed of the weights and of the random numbers that blocks draw.
         rules: Clipping, moving averages and loss scale of the updates.
-        remedies: Remedies for stale gradients, in the order in which they act.
+        extensions: What else acts in a run, in this order, such as remedies for stale gradients (:mod:`petra.staleness`).
 
     Raises:
         ConfigError: If a value has another type.
@@ -47,12 +47,12 @@ class Recipe:
     metrics: Mapping[str, Metric] = field(default_factory=lambda: {"accuracy": correct_predictions})
     seed: int = 0
     rules: UpdateRules = UpdateRules()  # noqa: RUF009 (frozen)
-    remedies: Sequence[Remedy] = ()
+    extensions: Sequence[Extension] = ()
 
     def __post_init__(self) -> None:
         rate, metrics = self.learning_rate, self.metrics
         named = isinstance(metrics, Mapping) and all(isinstance(key, str) and callable(value) for key, value in metrics.items())
-        listed = isinstance(self.remedies, list | tuple) and (not self.remedies or _are_remedies(self.remedies))
+        listed = isinstance(self.extensions, list | tuple) and (not self.extensions or _are_extensions(self.extensions))
         for name, fits, expected in (
             ("optimizer", callable(self.optimizer), "a function that returns a stage's optimizer, given the module of its blocks"),
             ("learning_rate", rate is None or callable(rate), "None or a function of the microbatches done"),
@@ -60,11 +60,11 @@ class Recipe:
             ("metrics", named and "loss" not in metrics, "functions of output and targets by name, none of them loss"),
             ("seed", is_integer(self.seed) and 0 <= self.seed < 2**63, "an integer >= 0 and < 2^63"),
             ("rules", isinstance(self.rules, UpdateRules), "an UpdateRules"),
-            ("remedies", listed, "a list of remedies (petra.staleness), one of a kind"),
+            ("extensions", listed, "a list of petra.Extension, such as remedies, one of a kind"),
         ):
             require(fits, name, expected, repr(getattr(self, name)))
         object.__setattr__(self, "metrics", dict(metrics))  # the caller may change its own
-        object.__setattr__(self, "remedies", tuple(self.remedies))
+        object.__setattr__(self, "extensions", tuple(self.extensions))
 
     @property
     def losses(self) -> Losses:
@@ -72,7 +72,7 @@ class Recipe:
         return self.loss if isinstance(self.loss, Losses) else Losses(self.loss, self.loss)
 
     def check(self, plan: Plan) -> None:
-        """Check that a plan allows the remedies, and global clipping if the rules ask for it, and that loss and metrics fit it.
+        """Check that a plan allows the extensions, and global clipping if the rules ask for it, and that loss and metrics fit it.
 
         Raises:
             ConfigError: If its method does not allow one of them.
@@ -82,22 +82,22 @@ class Recipe:
         for name, function in {"loss": self.losses.training, "evaluation": self.losses.evaluation, **self.metrics}.items():
             accepted, count = [str(n) for n in getattr(function, "outputs", (1,))], str(len(last.outputs))
             require(count in accepted, f"outputs of block {last.name}", f"{alternatives(accepted)} for {name}", count, ModelError)
-        for remedy in self.remedies:
-            remedy.check(method, self.rules, self.learning_rate)
+        for extension in self.extensions:
+            extension.check(method, self.rules, self.learning_rate)
         if self.rules.shard:
             from petra.engine.options.sharding import check_divisible
 
-            check_divisible(self.remedies)
+            check_divisible(self.extensions)
         simultaneous = method.flush or not any(plan.delays)
         expected = f"false with method.delay={method.delay} and no flush, where stages update at different times"
         require(simultaneous or not self.rules.clip_globally, "optim.clip_globally", expected, "true")
 
     def settings(self) -> dict[str, object]:
         """Return the settings that all ranks must agree on, by name."""
-        return {"remedies": list(self.remedies), "rules": self.rules, "seed": self.seed}
+        return {"extensions": list(self.extensions), "rules": self.rules, "seed": self.seed}
 
 
-def _are_remedies(values: Sequence[object]) -> bool:
-    from petra.engine.options.remedy import Remedy
+def _are_extensions(values: Sequence[object]) -> bool:
+    from petra.engine.options.extension import Extension
 
-    return all(isinstance(value, Remedy) for value in values) and len({*map(type, values)}) == len(values)
+    return all(isinstance(value, Extension) for value in values) and len({*map(type, values)}) == len(values)

@@ -1,8 +1,8 @@
 """Updates of a stage's weights every k microbatches: a sequence of parts.
 
 A plain run has the parts norm, check and step. What only some runs need is a part of its own: the all-reduce over replicas and
-hooks of parameters before the norm, clipping and a loss scale before the check, remedies before the step, and a moving average last
-(:mod:`petra.engine.options`).
+hooks of parameters before the norm, clipping and a loss scale before the check, extensions before the step, and a moving average
+last (:mod:`petra.engine.options`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint, rotate_
 
 from petra.distributed import all_gather_objects
 from petra.engine.endpoints import Loss, Losses
-from petra.engine.options.remedy import Remedy
+from petra.engine.options.extension import Extension
 from petra.engine.recipe import Recipe
 from petra.engine.update_rules import UpdateRules
 from petra.errors import require
@@ -68,7 +68,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         stages: Number of stages, or number of blocks in each: embedding, layers, head. None: one stage per process.
         max_length: Number of tokens of a row; shorter rows are padded. None: as many as in the first batch.
         loss_rows: Compute the loss in chunks of so many tokens, without whole logits (:mod:`petra.models.head_loss`); None: don't.
-        remedies: Remedies for stale gradients.
+        extensions: What else acts in a run, such as remedies for stale gradients (:mod:`petra.staleness`).
 
     Raises:
         ConfigError: If an argument can't be mapped. The message names all that can't.
@@ -82,7 +82,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         stages: int | Sequence[int] | None = None,
         max_length: int | None = None,
         loss_rows: int | None = None,
-        remedies: Sequence[Remedy] = (),
+        extensions: Sequence[Extension] = (),
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
@@ -103,7 +103,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         base = base_of(self.model)
         report_untied(untie(base))
         self.form, inputs = self._probe(base, max_length)
-        self.pipeline = self._pipeline(base, inputs, method, stages, loss_rows, remedies)
+        self.pipeline = self._pipeline(base, inputs, method, stages, loss_rows, extensions)
         names = ("gradient_accumulation_steps", "per_device_train_batch_size")
         self._facts = {name: getattr(self.args, name) for name in names} | {"method": self.pipeline.plan.method.name}
 
@@ -139,7 +139,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         method: str | Method,
         stages: int | Sequence[int] | None,
         loss_rows: int | None,
-        remedies: Sequence[Remedy],
+        extensions: Sequence[Extension],
     ) -> Pipeline:
         args, decayed = self.args, {*self.get_decay_parameter_names(self.model)}
         own = {id(p) for name, p in self.model.named_parameters() if name in decayed}
@@ -175,7 +175,7 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
             metrics={},
             seed=args.seed,
             rules=rules,
-            remedies=remedies,
+            extensions=extensions,
         )
         return Pipeline.from_plan(plan, recipe, Runtime(args.device))
 

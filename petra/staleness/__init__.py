@@ -1,10 +1,10 @@
-"""Remedies for stale gradients (:class:`petra.engine.options.remedy.Remedy`), one module for each."""
+"""Remedies for stale gradients (:class:`petra.Extension`), one module for each."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from petra.engine.options.remedy import Remedy
+from petra.engine.options.extension import Extension
 from petra.errors import Share
 from petra.staleness.correction import Correction
 from petra.staleness.discount import Discount
@@ -19,7 +19,7 @@ def remedies(
     correction: Share = 0.0,
     prediction: Literal["none", "velocity", "difference"] = "none",
     feedback: Annotated[float, ">= 0"] = 0.0,
-) -> tuple[Remedy, ...]:
+) -> tuple[Extension, ...]:
     """Return the remedies of a configuration, without those that are off.
 
     Args:
@@ -34,7 +34,7 @@ def remedies(
     Raises:
         ConfigError: If a value is out of range or of another type.
     """
-    found: list[Remedy] = []
+    found: list[Extension] = []
     if discount:
         found.append(Discount(discount))
     if feedback:

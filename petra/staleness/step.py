@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra.engine.options.remedy import Remedy
+from petra.engine.options.extension import Extension
 from petra.engine.update import Part
 from petra.errors import check_types, invalid
 from petra.torch_private import foreach_sub
 
 
 @dataclass(frozen=True)
-class Checked(Remedy):
+class Checked(Extension):
     """Remedy that checks the types of its settings."""
 
     def __post_init__(self) -> None:

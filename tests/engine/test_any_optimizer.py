@@ -120,7 +120,7 @@ def test_optimizers_that_would_train_wrongly_are_refused() -> None:
         f"{target} whose step changes weights, got {__name__}.Own": lambda: own(fault="idle"),
         "one whose step needs no closure": lambda: pipeline(named("torch.optim.LBFGS")),
         "optim.average: expected null with Own, which has": lambda: pipeline(own(), rules=UpdateRules(average=0.9)),
-        "remedy: expected none that acts at": lambda: pipeline(own(), remedies=[WeightPrediction("difference")]),
+        "remedy: expected none that acts at": lambda: pipeline(own(), extensions=[WeightPrediction("difference")]),
     }
     for message, call in cases.items():
         with pytest.raises(ConfigError, match=re.escape(message)):

@@ -135,12 +135,12 @@ def test_what_needs_float32_weights_is_refused() -> None:
         return make_pipeline(mixed_net(dtype=torch.float32), STREAM.spec, rules=UpdateRules(weights="bf16"), **settings)
 
     common = {"optimizer": sgd, "numerics": BF16, "rules": UpdateRules(weights="bf16")}
-    made(remedies=[Discount(4)])
+    made(extensions=[Discount(4)])
     for message, call in {
         "without trainer.precision=bf16": lambda: made(numerics=Numerics()),
         "with parameters in float64": lambda: make_pipeline(mixed_net(), RandomSource().spec, **common),
         "with optim.average=0.9": lambda: pipeline(average=0.9),
-        "with the remedy WeightPrediction": lambda: made(remedies=[WeightPrediction("difference")]),
+        "with the remedy WeightPrediction": lambda: made(extensions=[WeightPrediction("difference")]),
         "with Own, which trains other weights": lambda: made(optimizer=lambda module: Own(module.parameters())),
     }.items():
         with pytest.raises(ConfigError, match=re.escape(f"optim.weights: expected float32 {message}")):

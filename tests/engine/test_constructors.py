@@ -47,7 +47,7 @@ ARGUMENTS: dict[str, tuple[Callable[..., Any], Mapping[str, Any]]] = {
 def names_of(name: str) -> list[str]:
     build, given_ = ARGUMENTS[name]
     if name == "Pipeline":
-        return [*given_, "learning_rate", "loss", "metrics", "seed", "numerics", "runtime", "rules", "remedies"]
+        return [*given_, "learning_rate", "loss", "metrics", "seed", "numerics", "runtime", "rules", "extensions"]
     return list(given_) if name.endswith("Source") else list(signature(build).parameters)
 
 

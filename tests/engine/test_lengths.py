@@ -27,7 +27,7 @@ class Cut(RandomTokens):
 
 
 def trained(rank: int, model: str = "revgpt", method: str = "petra", lengths: tuple[int, ...] = (4, 6, 12)) -> dict[str, Tensor]:
-    settings = {"method": method, "k": 2, "stages": 4, "optimizer": sgd, "remedies": [Lengths(lengths, 3)]}
+    settings = {"method": method, "k": 2, "stages": 4, "optimizer": sgd, "extensions": [Lengths(lengths, 3)]}
     pipeline = make_pipeline(MODELS[model](), TEXTS.spec, **settings, runtime=Runtime(refetch=True))
     pipeline.train(Rows(4, 12, 20), 8)
     return pipeline.state_dict()

@@ -119,5 +119,5 @@ def test_what_can_not_be_divided_is_refused() -> None:
     for remedies, name in (([WeightPrediction("velocity")], "WeightPrediction"), ([Discount(10), Correction(0.9)], "Correction")):
         expected = f"optim.shard: expected false with the remedy {name}, which acts at updates, got true"
         with pytest.raises(ConfigError, match=re.escape(expected)):
-            make(rules=UpdateRules(shard=True), remedies=remedies)
-    make(rules=UpdateRules(shard=True), remedies=[Discount(10)]).train(STREAM, 1)  # and one replica has the whole state
+            make(rules=UpdateRules(shard=True), extensions=remedies)
+    make(rules=UpdateRules(shard=True), extensions=[Discount(10)]).train(STREAM, 1)  # and one replica has the whole state

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from petra import Numerics, Pipeline, Recipe, Runtime, TensorSpec, UpdateRules, make_plan
-from petra.engine.options.remedy import Remedy
+from petra import Extension, Numerics, Pipeline, Recipe, Runtime, TensorSpec, UpdateRules, make_plan
 from petra.engine.options.tensor_parallel import TensorReplicas
 from petra.errors import PetraError
 from petra.model import BlockSpec, Model
@@ -38,8 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 messages": {"model": "modern", "numerics": Numerics(wire="bf16")},
     "clipped globally": {"model": "revgpt", "method": "1f1b", "rules": UpdateRules(clip=0.5, clip_globally=True)},
     "old weights": {"model": "modern", "method": "pipedream"},
-    "remedies": {"model": "revgpt", "remedies": [WeightPrediction("difference"), Feedback(0.5)]},
-    "correction": {"model": "revgpt", "remedies": [Correction(0.1)]},
+    "remedies": {"model": "revgpt", "extensions": [WeightPrediction("difference"), Feedback(0.5)]},
+    "correction": {"model": "revgpt", "extensions": [Correction(0.1)]},
     "divided state": {
         "model": "gpt",
         "stages": 1,
@@ -162,7 +161,7 @@ def test_what_needs_whole_layers_is_refused(tmp_path: Path) -> None:
     assert "tp: expected 1 with layers that can't be divided, got up: (2,) of Linear(in_features=8" in misfit
 
 
-class Mine(Remedy):
+class Mine(Extension):
     """A remedy of one's own."""
 
 
@@ -171,7 +170,7 @@ LAYOUT, CPU = make_layout(MODELS["revgpt"](), TEXTS.spec, 2, 4, 1, 2), torch.dev
 
 test_settings_that_tensor_parallelism_excludes = refuses(
     lambda call, *arguments: call(*arguments),
-    (TensorReplicas, LAYOUT, 0, Recipe(sgd, remedies=[Mine()]), Runtime(), CPU, None, "tp: expected 1 with the remedy Mine"),
+    (TensorReplicas, LAYOUT, 0, Recipe(sgd, extensions=[Mine()]), Runtime(), CPU, None, "tp: expected 1 with the extension Mine"),
     (TensorReplicas, LAYOUT, 0, Recipe(sgd), Runtime(compile="eager"), CPU, None, "compile: expected None with tp > 1, got eager"),
     (TensorReplicas, LAYOUT, 0, Recipe(sgd), Runtime(), CPU, object(), "tp: expected 1 with replicas that may be lost, got 2"),
     (Attention(LayerOptions(24, heads=3)).divisible, 2, "tp: expected a divisor of 3, the number of key and value heads, got 2"),

@@ -63,9 +63,9 @@ def test_every_key_has_a_meaning() -> None:
 
 
 def test_remedies_are_built_in_microbatches_and_those_outside_the_package_are_named_by_target() -> None:
-    assert planned("remedy=pipemare").recipe(100).remedies == (Discount(500), Correction(0.135))
+    assert planned("remedy=pipemare").recipe(100).extensions == (Discount(500), Correction(0.135))
     for remedy, method in (("braking.Braking", "petra"), ("dc_asgd.DelayCompensation", "delayed")):
-        (found,) = planned(f"method={method}", f"remedy._target_=examples.remedies.{remedy}").recipe(100).remedies
+        (found,) = planned(f"method={method}", f"remedy._target_=examples.remedies.{remedy}").recipe(100).extensions
         assert type(found).__name__ == remedy.partition(".")[2]
     assert planned("remedy._target_=petra.staleness.Feedback").config.remedy.name == "petra.staleness.Feedback"
 

@@ -31,8 +31,11 @@ test_remedies_that_do_not_fit_the_run_raise = refuses(
     ({"method": "pipedream_2bw", "k": 5, "remedy": Remedy(prediction="velocity")}, "remedy.prediction: .*=double, .* velocity"),
     ({"remedy": Remedy(delay_compensation=0.1)}, "method.weights: expected stashed or double with DelayCompensation, got current"),
     ({"method": "delayed", "remedy": Remedy(delay_compensation=0.1), "rules": UpdateRules(loss_scale=2.0)}, "precision: .* scale"),
-    ({"remedies": [3]}, r"remedies: expected a list of remedies .*, got \[3\]"),
-    ({"remedies": [Feedback(0.1), Feedback(0.2)]}, r"remedies: expected a list of remedies \(.*\), one of a kind, got"),
+    ({"extensions": [3]}, r"extensions: expected a list of petra.Extension, .*, got \[3\]"),
+    (
+        {"extensions": [Feedback(0.1), Feedback(0.2)]},
+        r"extensions: expected a list of petra.Extension, such as remedies, one of a kind, got",
+    ),
     (
         {"remedy": Remedy(compensation=True), "optimizer": OPTIMIZERS["adam"], "learning_rate": lambda t: 0.1},
         "optim: expected sgd with momentum > 0, which SpikeCompensation requires, got adam",

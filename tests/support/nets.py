@@ -218,6 +218,6 @@ def assert_equal(found: Any, expected: Any) -> None:
 def make_pipeline(*arguments: Any, **settings: Any) -> Pipeline:
     """Return a pipeline, given the fields of its recipe, values of remedies, and its other arguments by name."""
     if "remedy" in settings:
-        settings["remedies"] = settings.pop("remedy").make()
+        settings["extensions"] = settings.pop("remedy").make()
     recipe = {field.name: settings.pop(field.name) for field in fields(Recipe) if field.name in settings}
     return Pipeline(*arguments, recipe=Recipe(**recipe), **settings)

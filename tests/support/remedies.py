@@ -7,7 +7,7 @@ from examples.remedies.compensation import SpikeCompensation
 from examples.remedies.dc_asgd import DelayCompensation
 from examples.remedies.lookahead import Lookahead
 from examples.remedies.shrinking import GradientShrinking
-from petra.engine.options import remedy
+from petra import Extension
 from petra.staleness import WeightPrediction, remedies
 
 
@@ -25,7 +25,7 @@ class Remedy(NamedTuple):
     delay_compensation: float = 0.0
     braking: float = 0.0
 
-    def make(self) -> tuple[remedy.Remedy, ...]:
+    def make(self) -> tuple[Extension, ...]:
         """Return the remedies that are not off."""
         return (
             *((Braking(self.braking),) if self.braking else ()),

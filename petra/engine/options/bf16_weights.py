@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from petra.engine.options.extension import Extension
 from petra.engine.options.optimizer_state import MASTER
-from petra.engine.options.remedy import Remedy
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
 from petra.engine.update import Part
@@ -30,7 +30,7 @@ def check_short(plan: Plan, recipe: Recipe) -> None:
     """
     if recipe.rules.weights != "bf16":
         return
-    acting = [type(each).__name__ for each in recipe.remedies if type(each).parts is not Remedy.parts]
+    acting = [type(each).__name__ for each in recipe.extensions if type(each).parts is not Extension.parts]
     average = recipe.rules.average
     for wrong, expected in (
         (plan.numerics.autocast is not torch.bfloat16, "float32 without trainer.precision=bf16"),

@@ -198,10 +198,10 @@ class TensorReplicas(Replicas):
     def __init__(
         self, layout: Layout, position: int, recipe: Recipe, runtime: Runtime, device: torch.device, others: Replicas | None
     ) -> None:
-        own = [type(remedy).__name__ for remedy in recipe.remedies if not type(remedy).__module__.startswith("petra.")]
+        own = [type(each).__name__ for each in recipe.extensions if not type(each).__module__.startswith("petra.")]
         require(others is None, "tp", "1 with replicas that may be lost", layout.tp)
         require(runtime.compile is None, "compile", "None with tp > 1", runtime.compile)
-        require(not own, "tp", f"1 with the remedy {', '.join(own)}, which may need whole parameters", layout.tp)
+        require(not own, "tp", f"1 with the extension {', '.join(own)}, which may need whole parameters", layout.tp)
         super().__init__(layout, position, range(layout.dp), device)
         self._mesh = self.mesh["tp"]
         self.member = self._mesh.get_local_rank()

@@ -1,4 +1,4 @@
-"""What a remedy for stale gradients may attach to each stage of a run."""
+"""What may attach to each stage of a run from outside of the engine: parts of updates, wrappers of runners and ports."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from petra.transport import Port
 
 
 @dataclass(frozen=True)
-class Remedy:
-    """Base class of remedies, frozen dataclasses of their settings. Every method leaves a run as it is by default.
+class Extension:
+    """Base class of extensions, frozen dataclasses of their settings. Every method leaves a run as it is by default.
 
-    The gradients of a stage are s = τ / k updates old on average (:attr:`petra.plan.StagePlan.staleness`). A run has a list of
-    remedies, which are attached in its order.
+    A run has a list of extensions, which are attached in its order. Remedies for stale gradients (:mod:`petra.staleness`) are
+    extensions that depend on a stage's staleness s = τ / k (:attr:`petra.plan.StagePlan.staleness`).
     """
 
     def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
-        """Check that the method and the other settings of a run allow this remedy.
+        """Check that the method and the other settings of a run allow this extension.
 
         Raises:
             ConfigError: If they don't.
         """
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that the remedy is defined for an optimizer, and change the optimizer's settings if necessary.
+        """Check that the extension is defined for an optimizer, and change the optimizer's settings if necessary.
 
         Raises:
             ConfigError: If it is not.
