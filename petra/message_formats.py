@@ -1,4 +1,7 @@
-"""Formats in which floating-point tensors travel between stages. The configuration reads their names, so torch is not imported."""
+"""Formats in which floating-point tensors travel between stages. The configuration reads their names, so torch is not imported.
+
+Names are the configuration's short ones (bf16, as in ``trainer.precision``); specs have torch's types.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ class MessageFormat(NamedTuple):
         pack: Returns the elements of a tensor, then its factors, before they are rounded to their types.
         unpack: Returns a tensor of a type from the elements and factors that have arrived.
         factors: Number of float32 factors that travel with a tensor.
-        backward: Whether backward messages travel in this format too, and not in the type of their tensors.
+        both_directions: Whether backward messages travel in this format too, and not in the type of their tensors.
     """
 
     dtype: str
     pack: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: (tensor,)
     unpack: Callable[[Sequence[Tensor], torch.dtype], Tensor] = lambda parts, dtype: parts[0].to(dtype)
     factors: int = 0
-    backward: bool = True
+    both_directions: bool = True
 
 
 def _to_bytes(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,6 +43,8 @@ def _to_bytes(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 MESSAGE_FORMATS = {
     "bf16": MessageFormat("bfloat16"),
-    "int8": MessageFormat("int8", _to_bytes, lambda parts, dtype: (parts[0] * parts[1]).to(dtype), factors=1, backward=False),
+    "int8": MessageFormat(
+        "int8", _to_bytes, lambda parts, dtype: (parts[0] * parts[1]).to(dtype), factors=1, both_directions=False
+    ),
 }
-"""Formats by name: values of ``trainer.streams`` and of ``Numerics.wire``."""
+"""Formats by name: values of ``trainer.message_format`` and of ``Numerics.message_format``."""

@@ -22,26 +22,32 @@ class Numerics:
         channels_last: Use the channels-last memory format for 4-d streams and weights.
         exact_streams: Round streams and the outputs of reversible blocks' functions to a grid on which additions are exact. With
             unchanged weights, reconstruction is then exact bit for bit (:mod:`petra.reversible.grid`).
-        wire: Name of the format in which streams and gradients travel between stages (:mod:`petra.message_formats`), or None for
-            their own type. Applied between stages of one process too, so that results don't depend on the number of processes.
+        message_format: Name of the format in which streams and gradients travel between stages (:mod:`petra.message_formats`), or
+            None for their own type. Applied between stages of one process too, so that results don't depend on the number of
+            processes.
 
     Raises:
         ConfigError: If a value has another type, a type is not a floating-point type, or ``exact_streams`` is combined with
-            ``wire``.
+            ``message_format``.
     """
 
     autocast: torch.dtype | None = None
     channels_last: bool = False
     exact_streams: bool = False
-    wire: str | None = None
+    message_format: str | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         accepted = (None, torch.bfloat16, torch.float16)
         require(self.autocast in accepted, "autocast", "None, torch.bfloat16 or torch.float16", self.autocast)
-        require(self.wire is None or self.wire in MESSAGE_FORMATS, "wire", alternatives(["None", *MESSAGE_FORMATS]), self.wire)
-        exact_over_wire = not self.exact_streams or self.wire is None
-        require(exact_over_wire, "exact_streams", f"false with wire={self.wire}", "true")
+        require(
+            self.message_format is None or self.message_format in MESSAGE_FORMATS,
+            "message_format",
+            alternatives(["None", *MESSAGE_FORMATS]),
+            self.message_format,
+        )
+        exact_in_messages = not self.exact_streams or self.message_format is None
+        require(exact_in_messages, "exact_streams", f"false with message_format={self.message_format}", "true")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class TensorSpec:
         shape: Size of each dimension.
         dtype: Type of the elements.
         channels_last: Whether the tensor uses the channels-last memory format.
-        wire: Name of the format in which the tensor travels between stages, or None for ``dtype``.
+        message_format: Name of the format in which the tensor travels between stages, or None for ``dtype``.
 
     Raises:
         ConfigError: If the shape has other entries than integers >= 0, or ``dtype`` is no type of torch.
@@ -49,7 +49,7 @@ class TensorSpec:
     shape: Annotated[tuple[int, ...], ">= 0"]
     dtype: torch.dtype
     channels_last: bool = False
-    wire: str | None = None
+    message_format: str | None = None
 
     def __post_init__(self) -> None:
         require(isinstance(self.dtype, torch.dtype), "dtype", "a type of torch, such as torch.float32", repr(self.dtype))
@@ -63,26 +63,28 @@ class TensorSpec:
     @cached_property
     def packed(self) -> tuple[TensorSpec, ...]:
         """Specs of what travels between stages: the tensor itself, or its elements and factors in a format."""
-        if self.wire is None:
+        if self.message_format is None:
             return (self,)
-        found = MESSAGE_FORMATS[self.wire]
+        found = MESSAGE_FORMATS[self.message_format]
         elements = TensorSpec(self.shape, getattr(torch, found.dtype), self.channels_last)
         return (elements, TensorSpec((found.factors,), torch.float32)) if found.factors else (elements,)
 
     @property
-    def wire_bytes(self) -> int:
+    def message_bytes(self) -> int:
         """Size in bytes of what travels between stages."""
         return sum(part.bytes for part in self.packed)
 
     def pack(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return what travels for a tensor."""
-        if self.wire is None:
+        if self.message_format is None:
             return (tensor,)
-        return [part.to(spec.dtype) for part, spec in zip(MESSAGE_FORMATS[self.wire].pack(tensor), self.packed, strict=True)]
+        return [
+            part.to(spec.dtype) for part, spec in zip(MESSAGE_FORMATS[self.message_format].pack(tensor), self.packed, strict=True)
+        ]
 
     def unpack(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor from what has arrived."""
-        return parts[0] if self.wire is None else MESSAGE_FORMATS[self.wire].unpack(parts, self.dtype)
+        return parts[0] if self.message_format is None else MESSAGE_FORMATS[self.message_format].unpack(parts, self.dtype)
 
     def require(self, tensor: Tensor, what: str) -> None:
         """Check that a tensor has this shape and type.
@@ -98,8 +100,8 @@ class TensorSpec:
             raise invalid(what, str(self), TensorSpec(tuple(tensor.shape), tensor.dtype), ModelError)
 
     def __str__(self) -> str:
-        wire = "" if self.wire is None else f" as {self.wire}"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{wire}"
+        form = "" if self.message_format is None else f" as {self.message_format}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{form}"
 
 
 MessageSpec = tuple[tuple[TensorSpec, ...], ...]

@@ -53,7 +53,7 @@ BANDWIDTHS = tuple(0.125e9 * 2 ** (i / 2) for i in range(24))
 """Equal links at which methods are compared: 1 to 2,896 Gb/s, with a factor of the square root of 2 between neighbours."""
 SMOOTH = 16
 """Updates over which the training loss is averaged."""
-NUMERICS = Numerics(torch.bfloat16, wire="bf16")
+NUMERICS = Numerics(torch.bfloat16, message_format="bf16")
 ITERATIONS = 5
 """Newton-Schulz iterations of Muon. Updates of the other optimizers take no time here."""
 EFFICIENCY = RECORDS / "staleness_efficiency.json"

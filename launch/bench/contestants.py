@@ -120,7 +120,7 @@ class FormattedBlock(nn.Module):
         x = tuple(t.float() for t in x) if self.receives else x  # messages may have another type
         with torch.autocast(x[0].device.type, autocast, enabled=autocast is not None):
             y = as_streams(self.block(*_formatted(x, *self.entry)))
-        sent = torch.bfloat16 if self.sends and self.numerics.wire == "bf16" else torch.float32
+        sent = torch.bfloat16 if self.sends and self.numerics.message_format == "bf16" else torch.float32
         y = tuple(t.to(sent) for t in _formatted(y, *self.exit))
         return y if len(y) > 1 else y[0]
 
@@ -220,7 +220,7 @@ def replicas(setting: Setting, batches: Batches) -> Contestant:
     layers = setting.layers(range(len(setting.plan.model.blocks)), divided=False)
     devices = [setting.device] if setting.device.type == "cuda" else None
     module = DistributedDataParallel(setting.chained(layers), devices, broadcast_buffers=False, gradient_as_bucket_view=True)
-    if setting.plan.numerics.wire is not None:
+    if setting.plan.numerics.message_format is not None:
         module.register_comm_hook(None, bf16_compress_hook)
     own = range(setting.rank, setting.plan.k, dist.get_world_size())
     return setting.run(layers, _plain_update(setting, batches, module, own))

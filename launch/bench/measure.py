@@ -106,7 +106,7 @@ def measure(trial: Measurement, device: torch.device, rank: int, world: int) -> 
     shape = (3, work.length, work.length) if images else (work.length // (8 if trial.host else 1),)
     inputs = TensorSpec((trial.batch, *shape), torch.float32 if images else torch.int64)
     k = (8 if trial.host else work.sizes[-1] // trial.batch) * world
-    numerics = Numerics(torch.bfloat16, images, wire=None if name == trial.contestant else "bf16")
+    numerics = Numerics(torch.bfloat16, images, message_format=None if name == trial.contestant else "bf16")
     plan = make_plan(MODELS[work.model](**options), inputs, k=k, stages=world, processes=world, numerics=numerics)
     setting = Setting(plan, rank, lambda module: work.optimizer(module.parameters()), device, trial.compile)
     batches = Batches(inputs, k, options["classes"], device)
@@ -150,7 +150,7 @@ def details(run: Contestant, device: torch.device, updates: int, seconds: float,
 def message_bytes(name: str, plan: Plan, world: int) -> float:
     """Return the bytes per microbatch that cross the busiest connection of a contestant, in both directions."""
     if name == "torch DDP":  # all-reduce in a ring
-        return 2 * (world - 1) / world * (2 if plan.numerics.wire else 4) * plan.parameters / plan.k
+        return 2 * (world - 1) / world * (2 if plan.numerics.message_format else 4) * plan.parameters / plan.k
     sizes = [
         (boundary.forward_bytes, boundary.backward_bytes if name == "PETRA" else boundary.forward_bytes)
         for boundary in plan.boundaries

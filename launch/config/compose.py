@@ -29,7 +29,7 @@ from petra.errors import ConfigError, PetraError, accepts, alternatives, first_l
 from petra.method import METHODS
 
 from .keys import Key, definition, is_shipped
-from .schema import GROUPS, METHOD, SECTIONS, Config, keys
+from .schema import GROUPS, METHOD, RENAMED, SECTIONS, Config, keys
 
 CONF = str(Path(__file__).parents[2] / "conf")
 """Folder of the configuration files."""
@@ -220,6 +220,8 @@ def no_parameter(key: str, value: object, target: str, parameters: Collection[st
 
 def unknown(key: str, siblings: Collection[str] | None = None) -> PetraError:
     """Return the error for a key that doesn't exist, with the nearest one: in its group, or by its name in any group."""
+    if key in RENAMED:
+        return ConfigError(f"{key}: no such key; use {RENAMED[key]}")
     group, _, name = key.rpartition(".")
     siblings = [*keys(), *GROUPS] if siblings is None else siblings
     anywhere = {full.rpartition(".")[2]: full for full in reversed(list(all_keys()))}

@@ -23,6 +23,8 @@ MEMORY = "memory"
 """Value of ``dry_run`` that also predicts memory."""
 Compiler = Literal["eager", "aot_eager", "inductor", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 """Backends of ``torch.compile``, then modes of its backend inductor."""
+RENAMED = {"trainer.streams": "trainer.message_format=bf16 or int8, or trainer.exact_streams=true"}
+"""Former keys, with what to set instead."""
 GIVEN = {
     *("classes", "size", "module", "peak", "microbatches_per_epoch", "epochs"),
     *("logger.path", "folder", "config", "rows", "microbatches"),
@@ -133,8 +135,10 @@ class TrainerConfig:
         transport: auto; local (one process); lockstep or edge (several processes); on GPUs, auto selects lockstep, and edge can
             hang.
         precision: Type of convolutions and matrix products: float32, bf16 or fp16; streams stay in float32.
-        streams: float32; exact: round terms of sums in reversible blocks, so that, with unchanged weights, reconstruction is exact
-            bit for bit; bf16: send streams and gradients in bf16; int8: send streams forward as int8 with one scale per tensor.
+        exact_streams: Round terms of sums in reversible blocks, so that, with unchanged weights, reconstruction is exact bit for
+            bit.
+        message_format: Format in which stages send streams: null: their own type; bf16: streams and gradients in bf16; int8:
+            streams forward as int8 with one scale per tensor.
         label_smoothing: Label smoothing of the training loss.
         bootstrap: null: the training loss is a mean over all pixels; or the fraction of the pixels of each image with the highest
             losses that count, such as 0.25 (online bootstrapping).
@@ -168,7 +172,8 @@ class TrainerConfig:
     stages: Annotated[int | list[int] | Literal["auto"] | None, ">= 1", "same results"] = None
     transport: Annotated[Literal["auto", "local", "lockstep", "edge"], "same results"] = "auto"
     precision: Literal["float32", "bf16", "fp16"] = "float32"
-    streams: Literal["float32", "exact", *MESSAGE_FORMATS] = "float32"  # type: ignore[valid-type]
+    exact_streams: bool = False
+    message_format: Literal[*MESSAGE_FORMATS] | None = None  # type: ignore[valid-type]
     label_smoothing: Share = 0.0
     bootstrap: Annotated[float | None, "> 0 and <= 1"] = None
     channels_last: Annotated[bool, "same results"] = True

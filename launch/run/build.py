@@ -23,7 +23,6 @@ from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS, ConfusionMatrix, bootstrapped_cross_entropy
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
-from petra.message_formats import MESSAGE_FORMATS
 from petra.method import Method
 from petra.model import Model
 from petra.models import MODELS, TOKEN_MODELS
@@ -193,8 +192,7 @@ def check(config: Config, process: Process) -> None:
         require(config.checkpoint.every is not None, "checkpoint.every", "an integer >= 1 with cluster.elastic=true", "null")
         require(config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true")
         require(process.device(trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
-        others = alternatives(["float32", *MESSAGE_FORMATS])
-        require(trainer.streams != "exact", "trainer.streams", f"{others} with cluster.elastic=true", "exact")
+        require(not trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
         require(AUTO not in (trainer.stages, config.method.delay), "cluster.elastic", "false with automatic settings", "true")
     selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
     require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", trainer.bootstrap)
@@ -212,7 +210,7 @@ def type_of(precision: str) -> torch.dtype | None:
 
 def _plan(config: Config, model: Model, method: Method, stages: int | list[int] | None, world: int, device: torch.device) -> Plan:
     (inputs, refetch), trainer = describe_inputs(config.data), config.trainer
-    wire = None if trainer.streams in ("float32", "exact") else trainer.streams
+    numerics = Numerics(type_of(trainer.precision), trainer.channels_last, trainer.exact_streams, trainer.message_format)
     try:
         return make_plan(
             model,
@@ -222,7 +220,7 @@ def _plan(config: Config, model: Model, method: Method, stages: int | list[int] 
             stages=stages,
             processes=world,
             dp=config.dp,
-            numerics=Numerics(type_of(trainer.precision), trainer.channels_last, trainer.streams == "exact", wire),
+            numerics=numerics,
             transport=trainer.transport,
             device_type=device.type,
             metrics=sum(map(size_of, _metrics(config.data, unit_of(config.data, inputs)).values())),

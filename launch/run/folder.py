@@ -27,8 +27,8 @@ CHANGES = "changes.jsonl"
 """Settings that were changed when the run was resumed."""
 RECORD = ".record.json"
 """How the name of a record's file ends: a finished run in one file, see docs/evidence/records/README.md."""
-FORMAT = 3
-"""Layout of run folders and checkpoints: it changes with the keys of the configuration."""
+FORMAT = 4
+"""Layout of run folders and checkpoints: it changes with the keys of the configuration. Layout 3 is read, too."""
 LAST_READERS = {1: "f6a0b0a2", 2: "c9a6d9dd"}
 """The last commit that reads each earlier layout. The first had no number."""
 TRUST = "--trust"
@@ -43,15 +43,26 @@ def as_data(config: Config) -> dict[str, Any]:
     return found
 
 
-def require_format(found: Mapping[Any, Any], source: Path) -> None:
-    """Check the layout of a file that contains a configuration.
+def require_format(found: Mapping[Any, Any], source: Path) -> dict[str, Any]:
+    """Check the layout of a file that contains a configuration, and return its content in the current one.
 
     Raises:
-        ConfigError: If it is another one.
+        ConfigError: If it is a layout that can't be read.
     """
-    number = found.get("format", 1)
+    found, number = upgraded(found), found.get("format", 1)
     reader = f"; commit {LAST_READERS[number]} is the last that reads it" if number in LAST_READERS else ""
-    require(number == FORMAT, str(source), f"a run of format {FORMAT}", f"one of format {number}{reader}")
+    require(found.get("format") == FORMAT, str(source), f"a run of format {FORMAT}", f"one of format {number}{reader}")
+    return found
+
+
+def upgraded(found: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a configuration of layout 3 in layout 4: ``trainer.streams`` was one key for two. Others are returned as they are."""
+    if found.get("format") != 3:
+        return dict(found)
+    trainer = {**(found.get("trainer") or {})}
+    streams = trainer.pop("streams", None)
+    trainer |= {"exact_streams": streams == "exact", "message_format": None if streams in ("float32", "exact") else streams}
+    return {**found, "format": FORMAT, "trainer": trainer}
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -65,8 +76,7 @@ def load_config(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file can raise many exceptions
         raise DataError(f"{path}: can't be read ({first_line(error)})") from error
     require(isinstance(found, dict), str(path), "the configuration of a run", "another file", DataError)
-    require_format(found, path)
-    return dict(found)
+    return require_format(found, path)
 
 
 def read_config(path: Path, overrides: DictConfig, *, trusted: bool) -> Config:

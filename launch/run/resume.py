@@ -63,7 +63,7 @@ def find_start(config: Config, process: Process) -> Start:
         if process.first and config.resume is not None and (path := newest(folder)) is not None:
             facts = facts_of(path)
             saved, trainer = (facts[key] if isinstance(facts.get(key), dict) else {} for key in ("config", "trainer"))
-            require_format(saved, path)
+            saved = require_format(saved, path)
             rows, sums = trainer.get("history"), trainer.get("sums")
             valid = isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and isinstance(sums, list)
             valid = valid and isinstance(trainer.get("epoch"), int)

@@ -24,7 +24,7 @@ from petra.training.weight_files import HASH, State
 from ..config.schema import Config, Section
 from ..runtime.rank import Process
 from .build import Setup, model_of, set_numerics, set_up
-from .folder import CHECKPOINTS, CONFIG, changes_results, differences, load_config
+from .folder import CHECKPOINTS, CONFIG, changes_results, differences, load_config, upgraded
 
 AVERAGE = "average"
 """Name under a checkpoint's folder that asks for its moving average instead of its weights. There is no such file."""
@@ -75,7 +75,8 @@ class SavedWeights:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """Facts that were written with the weights."""
-        return facts_in(self.path) if self.checkpoint is None else facts_of(self.checkpoint)
+        facts = facts_in(self.path) if self.checkpoint is None else facts_of(self.checkpoint)
+        return {**facts, "config": upgraded(facts["config"])} if isinstance(facts.get("config"), dict) else facts
 
     @property
     def clock(self) -> int:

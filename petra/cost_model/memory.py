@@ -121,7 +121,7 @@ def _count_stages(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known,
             recipe=recipe,
             targets=targets if stage is stages[-1] else None,
             run=plan,
-            before=stages[j - 1] if j and not sides[j] and plan.numerics.wire is None else None,  # rounding makes copies
+            before=stages[j - 1] if j and not sides[j] and plan.numerics.message_format is None else None,  # rounding makes copies
             returns_input=j > 0 and returns_activations(stages[j - 1].keeps[-1]),
             remote=(sides[j], sides[j + 1]),
             known=known,
@@ -182,7 +182,7 @@ def _states(
 
 def _held(message: MessageSpec, remote: bool) -> int:
     """Return the bytes of a message that waits: inside a process it is in the type in which stages compute."""
-    return sum(spec.wire_bytes if remote else spec.bytes for part in message for spec in part)
+    return sum(spec.message_bytes if remote else spec.bytes for part in message for spec in part)
 
 
 def _column(stages: Sequence[StageMemory], name: str) -> Numbers:

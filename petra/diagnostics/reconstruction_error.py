@@ -69,8 +69,8 @@ class ReconstructionMonitor(Hook):
         pipeline, numerics = self.pipeline, self.pipeline.plan.numerics
         remedies = ["a smaller optim.lr, a larger k or a smaller method.delay"] if pipeline.plan.stages[j].staleness else []
         remedies += ["trainer.precision=float32"] if numerics.autocast is not None else []
-        remedies += ["trainer.streams=float32"] if numerics.wire is not None else []
-        remedies += ["trainer.streams=exact"] if not numerics.exact_streams and numerics.wire is None else []
+        remedies += ["trainer.message_format=null"] if numerics.message_format is not None else []
+        remedies += ["trainer.exact_streams=true"] if not numerics.exact_streams and numerics.message_format is None else []
         remedies += ["method.keep=input"]
         return (
             f"stage {j + 1}, microbatch {m}: the relative error of the reconstructed input is {error:.2g}, above "

@@ -29,12 +29,12 @@ class Boundary(NamedTuple):
     @property
     def forward_bytes(self) -> int:
         """Size of a forward message in bytes."""
-        return sum(spec.wire_bytes for part in self.forward for spec in part)
+        return sum(spec.message_bytes for part in self.forward for spec in part)
 
     @property
     def backward_bytes(self) -> int:
         """Size of a backward message in bytes, without the report; 0 if it has no gradient."""
-        return sum(spec.wire_bytes for part in self.backward[:-1] for spec in part)
+        return sum(spec.message_bytes for part in self.backward[:-1] for spec in part)
 
     def __str__(self) -> str:
         forward, backward = (", ".join(str(spec) for part in message for spec in part) for message in self)
@@ -62,12 +62,12 @@ def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metr
         replace(
             spec,
             channels_last=numerics.channels_last and len(spec.shape) == 4,
-            wire=numerics.wire if spec.dtype.is_floating_point else None,
+            message_format=numerics.message_format if spec.dtype.is_floating_point else None,
         )
         for spec in outputs
     )
-    both = numerics.wire is None or MESSAGE_FORMATS[numerics.wire].backward
-    back = tuple(spec if both else replace(spec, wire=None) for spec in streams if not is_side(spec))
+    both = numerics.message_format is None or MESSAGE_FORMATS[numerics.message_format].both_directions
+    back = tuple(spec if both else replace(spec, message_format=None) for spec in streams if not is_side(spec))
     report = TensorSpec((2 + metrics,), torch.float64)
     back = back if trained else ()
     return Boundary((streams,), (back if returns_activations(keep) else (), back, (report,)))

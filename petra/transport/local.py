@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from petra.specs import Message, MessageSpec, in_own_memory
-from petra.transport.packing import round_to_wire
+from petra.transport.packing import rounded_to_formats
 from petra.transport.port import Transport, WrappedPort
 
 
@@ -14,11 +14,11 @@ class LocalPort:
 
     def __init__(self, spec: MessageSpec, outgoing: deque[Message], incoming: deque[Message]) -> None:
         self._spec, self._outgoing, self._incoming = spec, outgoing, incoming
-        self._rounds = any(tensor.wire is not None for part in spec for tensor in part)
+        self._rounds = any(tensor.message_format is not None for part in spec for tensor in part)
 
     def send(self, m: int, message: Message) -> None:
         """See :class:`petra.transport.Port`."""
-        self._outgoing.append(round_to_wire(message, self._spec) if self._rounds else message)
+        self._outgoing.append(rounded_to_formats(message, self._spec) if self._rounds else message)
 
     def receive(self, m: int) -> Message:
         """See :class:`petra.transport.Port`."""

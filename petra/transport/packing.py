@@ -97,7 +97,7 @@ class Packing:
         ]
 
 
-def round_to_wire(message: Message, spec: MessageSpec) -> Message:
+def rounded_to_formats(message: Message, spec: MessageSpec) -> Message:
     """Return what a receiver would get if the message travelled in the formats of ``spec``."""
     return tuple(
         tuple(s.unpack(s.pack(t)) for t, s in zip(part, specs, strict=True)) for part, specs in zip(message, spec, strict=True)

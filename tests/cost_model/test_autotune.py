@@ -25,12 +25,12 @@ def block(seconds: float = 1.0) -> BlockCost:
     return BlockCost("b", True, dict.fromkeys(Keep, Boundary((), ())), seconds, 3 * seconds, seconds, 2 * seconds)
 
 
-@pytest.mark.parametrize("wire", [None, "bf16"])
+@pytest.mark.parametrize("message_format", [None, "bf16"])
 @pytest.mark.parametrize("graphs", [(), (0, 3), tuple(range(10))])
-def test_messages_are_those_of_the_boundaries(graphs: tuple[int, ...], wire: str | None) -> None:
+def test_messages_are_those_of_the_boundaries(graphs: tuple[int, ...], message_format: str | None) -> None:
     """What a stage sends back depends on what the previous stage stores, not on its own blocks."""
     model, inputs = revnet18(width=0.0625, stem="cifar"), TensorSpec((2, 3, 32, 32), torch.float32)
-    numerics = Numerics(wire=wire)
+    numerics = Numerics(message_format=message_format)
     blocks, profiles = count_blocks(model, inputs, numerics), model.profile(inputs)
     smallest = [Keep.NOTHING if b.reversible else Keep.INPUT for b in blocks]
     keeps = [[Keep.GRAPH if i in graphs else keep] for i, keep in enumerate(smallest)]

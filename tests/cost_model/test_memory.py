@@ -96,7 +96,10 @@ class Zeros:
 def peaks(method: str, stages: int, wire: str | None = None, model: str = "revnet18", bf16: bool = False, **values: Any) -> Any:
     """Return the most bytes of real tensors while a pipeline is built and trained in one process, and the prediction."""
     net, inputs = MODELS[model](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32)
-    numerics, rules = Numerics(torch.bfloat16 if bf16 else None, wire=wire), UpdateRules(weights="bf16" if bf16 else "float32")
+    numerics, rules = (
+        Numerics(torch.bfloat16 if bf16 else None, message_format=wire),
+        UpdateRules(weights="bf16" if bf16 else "float32"),
+    )
     recipe = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1, rules=rules, extensions=remedies(**values))
     k = 6 if method == "pipedream_2bw" else 2
     with LiveBytes() as live:

@@ -57,11 +57,11 @@ def test_each_run_of_reconstructing_blocks_is_measured_at_its_first_block() -> N
 
 
 def test_remedies_depend_on_the_run(caplog: pytest.LogCaptureFixture) -> None:
-    pipeline = built("reversible", numerics=Numerics(wire="bf16"))
+    pipeline = built("reversible", numerics=Numerics(message_format="bf16"))
     with pipeline.hooks.attached(ReconstructionMonitor(pipeline, limit=1e-9)):
         pipeline.train(RandomSource(), 6)
     warned = caplog.text
-    assert "to reduce it, try trainer.streams=float32, or method.keep=input" in warned
+    assert "to reduce it, try trainer.message_format=null, or method.keep=input" in warned
     assert "optim.lr" not in warned
 
 

@@ -30,8 +30,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "double": {"method": "pipedream_2bw"},
     "remedies": {"remedy": Remedy(9, 0.3, "difference", 1.5, True, 0.9)},
     "exact streams": {"numerics": Numerics(exact_streams=True)},
-    "wire": {"numerics": Numerics(wire="bf16")},
-    "int8": {"numerics": Numerics(wire="int8")},
+    "bf16 messages": {"numerics": Numerics(message_format="bf16")},
+    "int8": {"numerics": Numerics(message_format="int8")},
     "refetch": {},
 }
 

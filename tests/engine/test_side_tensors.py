@@ -29,8 +29,8 @@ CASES: dict[str, dict[str, Any]] = {
     "1f1b": {"method": "1f1b", "k": 3},
     "reversible": {"method": "reversible"},
     "exact": {"method": "petra", "numerics": Numerics(exact_streams=True)},
-    "bf16": {"method": "petra", "numerics": Numerics(wire="bf16")},
-    "int8": {"method": "petra", "numerics": Numerics(wire="int8")},
+    "bf16": {"method": "petra", "numerics": Numerics(message_format="bf16")},
+    "int8": {"method": "petra", "numerics": Numerics(message_format="int8")},
 }
 
 
@@ -143,7 +143,7 @@ def test_gradients_with_fixed_weights_are_those_of_autograd(method: str) -> None
 
 
 def test_backward_messages_have_no_side_tensors_and_formats_leave_them() -> None:
-    for numerics, size in ((Numerics(), 4), (Numerics(wire="bf16"), 2), (Numerics(wire="int8"), 1)):
+    for numerics, size in ((Numerics(), 4), (Numerics(message_format="bf16"), 2), (Numerics(message_format="int8"), 1)):
         plan = make_plan(network(), INPUTS, stages=[2, 2, 2, 2], numerics=numerics, processes=4)
         first = plan.boundaries[0]
         positions = ROWS * TOKENS

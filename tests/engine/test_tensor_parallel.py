@@ -34,7 +34,7 @@ MODELS: dict[str, Callable[[], Model]] = {
 CASES: dict[str, dict[str, Any]] = {
     "gpt": {"model": "gpt", "rules": UpdateRules(clip=0.5, average=0.9)},
     "revgpt": {"model": "revgpt", "rules": UpdateRules(clip=0.5)},
-    "bf16 messages": {"model": "modern", "numerics": Numerics(wire="bf16")},
+    "bf16 messages": {"model": "modern", "numerics": Numerics(message_format="bf16")},
     "clipped globally": {"model": "revgpt", "method": "1f1b", "rules": UpdateRules(clip=0.5, clip_globally=True)},
     "old weights": {"model": "modern", "method": "pipedream"},
     "remedies": {"model": "revgpt", "extensions": [WeightPrediction("difference"), Feedback(0.5)]},

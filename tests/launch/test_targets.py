@@ -17,7 +17,7 @@ from launch.config.keys import signature as parameters
 from launch.config.schema import GIVEN, SECTIONS
 from launch.evaluate import main as evaluate
 from launch.run.build import set_up
-from launch.run.folder import changes_results, read_config
+from launch.run.folder import as_data, changes_results, read_config
 from petra import ConfigError
 from petra.data import DATASETS
 from petra.errors import accepted, accepts
@@ -27,6 +27,7 @@ from tests.structure import ROOT
 from tests.support.commands import ALONE, refused
 from tests.support.forked import Forked
 
+KEYS_OF_4 = ("exact_streams", "message_format")
 TARGETS = [target for group in SECTIONS for target in targets(group)]
 
 
@@ -84,8 +85,8 @@ def test_a_key_of_an_experiment_that_another_model_lacks_is_left_out(capsys: pyt
 @pytest.mark.parametrize(
     ("text", "trusted", "message"),
     [
-        ("k: 1", True, "expected a run of format 3, got one of format 1; commit f6a0b0a2 is the last that reads it"),
-        ("format: 4", True, "expected a run of format 3, got one of format 4"),
+        ("k: 1", True, "expected a run of format 4, got one of format 1; commit f6a0b0a2 is the last that reads it"),
+        ("format: 5", True, "expected a run of format 4, got one of format 5"),
         ("format: 3\nmodel: {_target_: mine.net}", False, r"model\._target_: expected a function of petra, got mine\.net; --trust"),
         ("format: 3\nmodel: {norm: {_target_: os.system}}", False, r"model\.norm\._target_: expected a function of petra, got os"),
         ("format: 3\ndata: {_target_: petra.data.load.torch.load}", False, "expected a function or class of petra, got petra.data"),
@@ -95,6 +96,17 @@ def test_the_folder_of_a_run_is_data(text: str, trusted: bool, message: str, tmp
     (tmp_path / "config.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_config(tmp_path / "config.yaml", OmegaConf.create(), trusted=trusted)
+
+
+@pytest.mark.parametrize(("streams", "exact", "form"), [("float32", False, None), ("exact", True, None), ("int8", False, "int8")])
+def test_a_run_with_a_renamed_key_is_read(streams: str, exact: bool, form: str | None, tmp_path: Path) -> None:
+    content = as_data(compose_overrides(["k=3"]))
+    content["trainer"] = {**{key: value for key, value in content["trainer"].items() if key not in KEYS_OF_4}, "streams": streams}
+    (tmp_path / "config.yaml").write_text(json.dumps({**content, "format": 3}))
+    found = read_config(tmp_path / "config.yaml", OmegaConf.create(), trusted=False)
+    assert (found.k, found.trainer.exact_streams, found.trainer.message_format) == (3, exact, form)
+    with pytest.raises(ConfigError, match=r"^trainer.streams: no such key; use trainer.message_format=bf16 or int8"):
+        compose_overrides([f"trainer.streams={streams}"])
 
 
 OWN = ("model._target_=mine.network", "data._target_=mine.rows", "data.classes=3", "data.size=8")

@@ -202,11 +202,14 @@ def test_a_run_without_planned_drains_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_another_configuration_is_an_error() -> None:
-    found = {"k": 4, "data": {"root": "a", "name": "digits"}, "trainer": {"stages": 3, "wire": "bf16"}}
-    same = {"k": 4, "data": {"root": "b", "name": "digits"}, "trainer": {"stages": 2, "wire": "bf16"}}
+    found = {"k": 4, "data": {"root": "a", "name": "digits"}, "trainer": {"stages": 3, "precision": "bf16"}}
+    same = {"k": 4, "data": {"root": "b", "name": "digits"}, "trainer": {"stages": 2, "precision": "bf16"}}
     require_same(found, same, Path("c"))
     for new, message in (
-        ({"trainer": {"wire": "float32"}}, r"trainer\.wire: expected bf16 as in c, which the run resumes from \(.*\), got float32"),
+        (
+            {"trainer": {"precision": "float32"}},
+            r"trainer\.precision: expected bf16 as in c, which the run resumes from \(.*\), got float32",
+        ),
         ({"k": 2}, r"k: expected 4 as in .*, got 2"),
         ({"new": 1}, "new: expected None as in .*, got 1"),
         *(

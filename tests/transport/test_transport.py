@@ -58,13 +58,13 @@ def test_a_message_of_another_form_is_refused() -> None:
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_smaller_types_on_the_wire_round_alike_in_and_between_processes(channels_last: bool) -> None:
-    image = TensorSpec((2, 3, 5, 4), torch.float32, channels_last, wire="bf16")
+def test_smaller_types_in_messages_round_alike_in_and_between_processes(channels_last: bool) -> None:
+    image = TensorSpec((2, 3, 5, 4), torch.float32, channels_last, message_format="bf16")
     spec = ((image, image), (TensorSpec((3,), torch.float64),))
     images, report = torch.randn(2, 2, 3, 5, 4), torch.randn(3).double()
     message = ((images[0], images[1]), (report,))
     packing = Packing(spec, CPU, "test")
-    full = Packing((tuple(replace(image, wire=None) for _ in range(2)), spec[1]), CPU, "test")
+    full = Packing((tuple(replace(image, message_format=None) for _ in range(2)), spec[1]), CPU, "test")
     assert packing.bytes - 64 == (full.bytes - 64) // 2  # the report takes 64
     received = packing.unpack(packing.pack(message))
     upstream, downstream = local_boundary(spec, spec)
@@ -77,7 +77,7 @@ def test_smaller_types_on_the_wire_round_alike_in_and_between_processes(channels
 
 def test_int8_travels_forward_with_one_scale_per_tensor() -> None:
     """Boundaries, packing and cost model take the bytes from the table of formats."""
-    numerics, image, x = Numerics(wire="int8"), TensorSpec((2, 3, 5, 4), torch.float32), torch.randn(2, 3, 5, 4)
+    numerics, image, x = Numerics(message_format="int8"), TensorSpec((2, 3, 5, 4), torch.float32), torch.randn(2, 3, 5, 4)
     found = boundary([image, image], Keep.NOTHING, numerics, metrics=1)
     assert (found.forward_bytes, found.backward_bytes) == (2 * (120 + 4), 4 * 4 * 120)
     packing, (downstream, upstream) = Packing(found.forward, CPU, "test"), local_boundary(*found)
