@@ -7,14 +7,14 @@ No other file uses private names of torch, so a new release of torch has to be c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # the documented way to see every operation
 from torch.utils._pytree import tree_leaves as tree_leaves  # tensors in nested arguments of an operator
@@ -57,6 +57,21 @@ def version_counter(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def is_transformed() -> bool:
+    """Return whether the code runs inside a transform of ``torch.func`` or is traced by ``torch.jit.trace``."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Return whether ``nn.DataParallel`` has made a module, which has no parameters then."""
+    return getattr(module, "_is_replica", False)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of its own, which see its input, output or their gradients."""
+    return bool(module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks)
+
+
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors that a tensor subclass without memory of its own consists of, by attribute; none for other tensors."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
@@ -71,6 +86,17 @@ def take_hooks(parameter: Tensor) -> Mapping[int, Hook]:
     hooks: Mapping[int, Hook] | None = parameter._backward_hooks
     parameter._backward_hooks = None
     return hooks or {}
+
+
+@contextmanager
+def withheld_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Withhold the functions of ``register_hook`` inside the ``with`` block, in which autograd would call them once more."""
+    taken = [(p, take_hooks(p)) for p in parameters if p._backward_hooks]
+    try:
+        yield
+    finally:
+        for p, hooks in taken:
+            p._backward_hooks = hooks  # type: ignore[assignment]
 
 
 def hooks_of(parameter: Tensor) -> tuple[list[Hook], list[Hook]]:
