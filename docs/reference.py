@@ -19,7 +19,7 @@ from launch.config.compose import CONF, configurations, targets
 from launch.config.keys import Key, definition, is_shipped
 from launch.config.schema import GROUPS, Config, keys
 from launch.run.folder import changes_results
-from petra.engine.update_rules import UpdateRules
+from petra.update_rules import UpdateRules
 
 HEAD = """# Configuration
 

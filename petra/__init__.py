@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from petra.engine.options.extension import Extension as Extension
     from petra.engine.recipe import Recipe as Recipe
     from petra.engine.totals import Result as Result
-    from petra.engine.update_rules import UpdateRules as UpdateRules
     from petra.errors import ConfigError as ConfigError
     from petra.errors import DataError as DataError
     from petra.errors import ModelError as ModelError
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from petra.settings import Numerics as Numerics
     from petra.settings import Runtime as Runtime
     from petra.specs import TensorSpec as TensorSpec
+    from petra.update_rules import UpdateRules as UpdateRules
 
 _SOURCE = Path(__file__).read_text(encoding="utf-8")
 _MODULES = {name: module for module, name in re.findall(r"^    from (petra\S*) import (\w+) as", _SOURCE, re.MULTILINE)}

@@ -13,9 +13,9 @@ import pytest
 from tests.structure import ROOT, WHOLE, core_lines, imports, modules, parameters, room, room_imports
 
 PETRA = (
-    *("errors", "torch_private", "message_formats", "specs", "settings", "hooks", "reversible", "distributed", "method"),
-    *("model", "plan", "transport", "engine", "staleness", "pipeline", "diagnostics", "cost_model", "analysis", "data", "models"),
-    *("inplace_abn", "training", "elastic", "huggingface", "__main__"),
+    *("errors", "torch_private", "update_rules", "message_formats", "specs", "settings", "hooks", "reversible", "distributed"),
+    *("method", "model", "plan", "transport", "engine", "staleness", "pipeline", "diagnostics", "cost_model", "analysis", "data"),
+    *("models", "inplace_abn", "training", "elastic", "huggingface", "__main__"),
 )
 """Rooms of petra/, from the bottom up: a room imports only rooms before it."""
 LAUNCH = ("templates", "config", "runtime", "run", "elastic", "doctor", "bench", "selftest")
@@ -59,7 +59,7 @@ def nodes(*kinds: type[ast.AST]) -> list[tuple[Path, Any]]:
 
 def test_files_and_functions_are_short() -> None:
     assert not [path for path in modules(ROOT).values() if len(path.read_text(encoding="utf-8").splitlines()) > 500]
-    assert len([*(ROOT / "petra").glob("*.py")]) <= 12
+    assert len([*(ROOT / "petra").glob("*.py")]) <= 13
     assert not [(path, f.name) for path, f in nodes(ast.FunctionDef, ast.AsyncFunctionDef) if f.end_lineno - f.lineno > 59]
 
 

@@ -24,9 +24,9 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
-from petra.engine.update_rules import UpdateRules
 from petra.errors import ConfigError, PetraError, accepts, alternatives, first_line, invalid, require
 from petra.method import METHODS
+from petra.update_rules import UpdateRules
 
 from .keys import Key, definition, is_shipped
 from .schema import GROUPS, METHOD, RENAMED, SECTIONS, Config, keys

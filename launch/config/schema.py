@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
-from petra.engine.update_rules import UpdateRules
 from petra.errors import Count, Share
 from petra.message_formats import MESSAGE_FORMATS
+from petra.update_rules import UpdateRules
 
 from .keys import Key, fields_of, is_shipped, signature
 

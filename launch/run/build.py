@@ -16,7 +16,6 @@ from petra.cost_model.autotune import largest_delay
 from petra.data import EvalSource, TrainSource
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of, top5_correct
-from petra.engine.options.bf16_weights import check_short
 from petra.engine.options.extension import Extension
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe
@@ -152,7 +151,6 @@ def set_up(config: Config, process: Process) -> Setup:
     setup = Setup(config, _plan(config, model, method, stages, process.world, device), device, process.world, auto)
     checked = setup.recipe()
     checked.check(setup.plan)
-    check_short(setup.plan, checked)
     for extension in checked.extensions:
         extension.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if one doesn't support the optimizer
     return setup

@@ -20,7 +20,7 @@ from petra.engine.block_function import Around, BlockFunction
 from petra.engine.options.finite_check import CheckedPort, FiniteCheck
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
-from petra.engine.update import Clip, GradientNorm, OptimizerStep, Part, Update
+from petra.engine.update import Clip, GradientNorm, OptimizerStep, Part, ScaleGradients, Update
 from petra.engine.weights import WeightVersions
 from petra.engine.worker import Worker
 from petra.errors import ConfigError, ModelError, PetraError, first_line, invalid, require
@@ -171,13 +171,13 @@ def build_workers(
 
 
 def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device) -> Update:
-    """Return the updates of a stage: norm, clip, check, extensions, step, average. A loss scale acts before and after clip."""
+    """Return the updates of a stage: norm, clip, check, scaling, extensions, step, average."""
     rules, rate, extending, averages = recipe.rules, recipe.learning_rate, list[Part](), list[Part]()
     optimizer = _optimizer(recipe, stage.module)
     if rules.weights == "bf16":
         from petra.engine.options.bf16_weights import attach_masters
 
-        averages += attach_masters(plan, recipe, stage, optimizer)
+        averages += attach_masters(stage, optimizer)
     for extension in recipe.extensions:
         rate = extension.learning_rate(rate, plan.stages[j].staleness)
         if optimizer is not None:
@@ -194,6 +194,8 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
 
         scale = LossScale(rules.loss_scale, device)
         checked = [scale, *clip, ScaledCheck(scale, stage, j + 1, rules, device, last=last)]
+    if clip or rules.loss_scale is not None:
+        checked.append(ScaleGradients(stage.gradients.parameters))
     if rules.average is not None:
         from petra.engine.options.averaging import WeightAverage
 

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from petra.engine.endpoints import Loss, Losses
 from petra.engine.metrics import Metric, correct_predictions
 from petra.engine.update import LearningRate
-from petra.engine.update_rules import UpdateRules
 from petra.errors import ModelError, alternatives, is_integer, require
 from petra.plan import Plan
+from petra.update_rules import UpdateRules
 
 if TYPE_CHECKING:
     from petra.engine.options.extension import Extension
@@ -84,17 +84,32 @@ class Recipe:
             require(count in accepted, f"outputs of block {last.name}", f"{alternatives(accepted)} for {name}", count, ModelError)
         for extension in self.extensions:
             extension.check(method, self.rules, self.learning_rate)
-        if self.rules.shard:
-            from petra.engine.options.sharding import check_divisible
+        self._check_rules(plan)
 
-            check_divisible(self.extensions)
-        simultaneous = method.flush or not any(plan.delays)
-        expected = f"false with method.delay={method.delay} and no flush, where stages update at different times"
-        require(simultaneous or not self.rules.clip_globally, "optim.clip_globally", expected, "true")
+    def _check_rules(self, plan: Plan) -> None:
+        """Check that plan and extensions allow what the rules ask for. :class:`UpdateRules` checks each rule alone."""
+        rules, short, delay = self.rules, self.rules.weights == "bf16", plan.method.delay
+        acting = ", ".join(type(each).__name__ for each in self.extensions if _acts_at_updates(each))
+        apart, at_updates = any(plan.delays) and not plan.method.flush, f"with the extension {acting}, which acts at updates"
+        for name, asked, wrong, expected in (
+            ("clip_globally", rules.clip_globally, apart, f"false with method.delay={delay} and no flush"),
+            ("shard", rules.shard, acting, f"false {at_updates}"),
+            ("weights", short, plan.numerics.autocast is not torch.bfloat16, "float32 without trainer.precision=bf16"),
+            ("weights", short, plan.layout.tp > 1, f"float32 with tp={plan.layout.tp}"),
+            ("weights", short, rules.average is not None, f"float32 with optim.average={rules.average}, which would round to bf16"),
+            ("weights", short, acting, f"float32 {at_updates}"),
+        ):
+            require(not (asked and wrong), f"optim.{name}", expected, getattr(rules, name))
 
     def settings(self) -> dict[str, object]:
         """Return the settings that all ranks must agree on, by name."""
         return {"extensions": list(self.extensions), "rules": self.rules, "seed": self.seed}
+
+
+def _acts_at_updates(extension: Extension) -> bool:
+    from petra.engine.options.extension import Extension
+
+    return type(extension).parts is not Extension.parts
 
 
 def _are_extensions(values: Sequence[object]) -> bool:

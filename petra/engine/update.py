@@ -1,8 +1,8 @@
 """Updates of a stage's weights every k microbatches: a sequence of parts.
 
 A plain run has the parts norm, check and step. What only some runs need is a part of its own: the all-reduce over replicas and
-hooks of parameters before the norm, clipping and a loss scale before the check, extensions before the step, and a moving average
-last (:mod:`petra.engine.options`).
+hooks of parameters before the norm, clipping and a loss scale before the check, the multiplication that both ask for after it,
+extensions before the step, and a moving average last (:mod:`petra.engine.options`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pending:
         done: Number of updates before this one, skipped ones included.
         squared_norm: Squared norm of the stage's accumulated gradient, in float64.
         squared_clip_norm: Squared norm to clip by: the stage's, or the whole network's.
-        factor: Factor of the gradients; None for 1.
+        factor: What :class:`ScaleGradients` multiplies the gradients by. Parts after it find the gradients of the step.
         skip: Flag on the device whether to skip the step; None if all values are known to be finite.
     """
 
@@ -107,6 +107,17 @@ class Clip(Part):
         pending.factor = (self._norm / (pending.squared_clip_norm.sqrt() + 1e-6)).clamp(max=1.0)
 
 
+class ScaleGradients(Part):
+    """Multiplies the gradients once by the factor of clipping and loss scale. Comes after the check, which may adapt the scale."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def run(self, pending: Pending) -> None:
+        if self._parameters and pending.factor is not None:
+            foreach_mul_([p.grad for p in self._parameters], pending.factor.to(self._parameters[0].grad_dtype))
+
+
 class OptimizerStep(Part):
     """Runs the optimizer.
 
@@ -129,9 +140,6 @@ class OptimizerStep(Part):
     def run(self, pending: Pending) -> None:
         if self.optimizer is None:
             return
-        parameters = self.stage.gradients.parameters
-        if pending.factor is not None:
-            foreach_mul_([p.grad for p in parameters], pending.factor.to(parameters[0].grad_dtype))
         with self.stage.updating():
             self.set_learning_rate(pending.t)
             if pending.skip is not None:

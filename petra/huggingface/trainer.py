@@ -25,7 +25,6 @@ from petra.distributed import all_gather_objects
 from petra.engine.endpoints import Loss, Losses
 from petra.engine.options.extension import Extension
 from petra.engine.recipe import Recipe
-from petra.engine.update_rules import UpdateRules
 from petra.errors import require
 from petra.huggingface.arguments import WeightedLoss, check_arguments, optimizer, rates
 from petra.huggingface.batches import Form, TrainBatches
@@ -41,6 +40,7 @@ from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
 from petra.training.checkpoint import Checkpoints, newest, restore
 from petra.training.weight_files import gathered_blocks
+from petra.update_rules import UpdateRules
 
 STATE, PETRA = "trainer_state.json", "petra"
 """File and folder in a folder ``checkpoint-<step>``: the state of the trainer, and a checkpoint of the pipeline."""

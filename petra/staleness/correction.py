@@ -20,12 +20,12 @@ from torch import Tensor
 
 from petra.engine.stage import Stage
 from petra.engine.update import LearningRate, Part
-from petra.engine.update_rules import UpdateRules
 from petra.errors import Share, require
 from petra.method import Method, Weights
 from petra.plan import Plan
 from petra.staleness.step import AroundStep, Checked
 from petra.torch_private import foreach_add, foreach_lerp_
+from petra.update_rules import UpdateRules
 
 
 @dataclass(frozen=True)

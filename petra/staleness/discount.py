@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from petra.engine.update import LearningRate
-from petra.engine.update_rules import UpdateRules
 from petra.errors import Count, require
 from petra.method import Method
 from petra.staleness.step import Checked
+from petra.update_rules import UpdateRules
 
 
 @dataclass(frozen=True)

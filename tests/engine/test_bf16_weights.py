@@ -140,7 +140,7 @@ def test_what_needs_float32_weights_is_refused() -> None:
         "without trainer.precision=bf16": lambda: made(numerics=Numerics()),
         "with parameters in float64": lambda: make_pipeline(mixed_net(), RandomSource().spec, **common),
         "with optim.average=0.9": lambda: pipeline(average=0.9),
-        "with the remedy WeightPrediction": lambda: made(extensions=[WeightPrediction("difference")]),
+        "with the extension WeightPrediction": lambda: made(extensions=[WeightPrediction("difference")]),
         "with Own, which trains other weights": lambda: made(optimizer=lambda module: Own(module.parameters())),
     }.items():
         with pytest.raises(ConfigError, match=re.escape(f"optim.weights: expected float32 {message}")):

@@ -117,7 +117,7 @@ def test_what_can_not_be_divided_is_refused() -> None:
         keep_share(Own(module.parameters(), lr=0.1), divide([*module.parameters()], 2), 0)
     make = partial(make_pipeline, mixed_net(), STREAM.spec, optimizer=OPTIMIZERS["sgd"], learning_rate=lambda t: 0.1)
     for remedies, name in (([WeightPrediction("velocity")], "WeightPrediction"), ([Discount(10), Correction(0.9)], "Correction")):
-        expected = f"optim.shard: expected false with the remedy {name}, which acts at updates, got true"
+        expected = f"optim.shard: expected false with the extension {name}, which acts at updates, got true"
         with pytest.raises(ConfigError, match=re.escape(expected)):
             make(rules=UpdateRules(shard=True), extensions=remedies)
     make(rules=UpdateRules(shard=True), extensions=[Discount(10)]).train(STREAM, 1)  # and one replica has the whole state

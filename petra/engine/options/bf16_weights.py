@@ -12,38 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from petra.engine.options.extension import Extension
 from petra.engine.options.optimizer_state import MASTER
-from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
 from petra.engine.update import Part
 from petra.errors import require
-from petra.plan import Plan
 
 
-def check_short(plan: Plan, recipe: Recipe) -> None:
-    """Check that a run can have weights in bfloat16, if its rules ask for them.
-
-    Raises:
-        ConfigError: If blocks do not compute in bfloat16, if a remedy or a moving average acts on weights at updates, or with
-            tensor parallelism.
-    """
-    if recipe.rules.weights != "bf16":
-        return
-    acting = [type(each).__name__ for each in recipe.extensions if type(each).parts is not Extension.parts]
-    average = recipe.rules.average
-    for wrong, expected in (
-        (plan.numerics.autocast is not torch.bfloat16, "float32 without trainer.precision=bf16"),
-        (plan.layout.tp > 1, f"float32 with tp={plan.layout.tp}"),
-        (average is not None, f"float32 with optim.average={average}, which would round to bf16"),
-        (acting, f"float32 with the remedy {', '.join(acting)}, which acts at updates"),
-    ):
-        require(not wrong, "optim.weights", expected, "bf16")
-
-
-def attach_masters(plan: Plan, recipe: Recipe, stage: Stage, optimizer: torch.optim.Optimizer | None) -> list[Part]:
+def attach_masters(stage: Stage, optimizer: torch.optim.Optimizer | None) -> list[Part]:
     """Convert a stage's weights, and return the part that has their masters, which are the initial weights unrounded."""
-    check_short(plan, recipe)
     masters = [] if optimizer is None else [MasterWeights(optimizer)]
     shorten(stage)
     return [*masters]

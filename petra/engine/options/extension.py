@@ -10,10 +10,10 @@ import torch
 from petra.engine.block import BlockRunner
 from petra.engine.stage import Stage
 from petra.engine.update import LearningRate, Part
-from petra.engine.update_rules import UpdateRules
 from petra.method import Method
 from petra.plan import Plan
 from petra.transport import Port
+from petra.update_rules import UpdateRules
 
 
 @dataclass(frozen=True)
@@ -51,5 +51,5 @@ class Extension:
         return upstream
 
     def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
-        """Return parts to run in stage j's updates (j from 0) after the check. The step then multiplies by ``pending.factor``."""
+        """Return parts to run in stage j's updates (j from 0) before the step, on the gradients that it will use."""
         return ()

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from petra.engine.stage import Stage
 from petra.engine.update import Part, Pending, scalar, squared_norm
-from petra.engine.update_rules import UpdateRules
 from petra.errors import NumericsError
 from petra.reversible import running_statistics
 from petra.specs import Message, Streams
 from petra.torch_private import foreach_copy_, foreach_norm, preserve_version_counter
 from petra.transport import Port
 from petra.transport.port import WrappedPort
+from petra.update_rules import UpdateRules
 
 ADVICE = "Lower optim.lr or set optim.clip"
 CHECK_EVERY = 50

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from petra.engine.stage import Stage
 from petra.engine.update import Part, Pending
-from petra.engine.update_rules import UpdateRules
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hook
 from petra.reversible import derive_seed
 from petra.torch_private import inner_tensors
+from petra.update_rules import UpdateRules
 
 NUMBERS: dict[str, type[int | float]] = {kind.__name__: kind for kind in (bool, int, float)}
 """Types of numbers by name."""

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.engine.options.extension import Extension
 from petra.engine.update import OptimizerStep, Part, Pending
 from petra.engine.worker import Worker
 from petra.errors import require
@@ -25,16 +24,6 @@ from petra.transport.port import locate_errors
 
 SEPARATE = ("torch.optim.", "petra.training.")
 """Modules whose optimizers update each parameter without regard to the others, so that a share of them gives the same bits."""
-
-
-def check_divisible(extensions: Sequence[Extension]) -> None:
-    """Check that no remedy acts at updates, where it would find a part of the optimizer's state only.
-
-    Raises:
-        ConfigError: If one does.
-    """
-    using = [type(each).__name__ for each in extensions if type(each).parts is not Extension.parts]
-    require(not using, "optim.shard", f"false with the remedy {', '.join(using)}, which acts at updates", "true")
 
 
 def divide(parameters: Sequence[Tensor], replicas: int) -> list[list[Tensor]]:
