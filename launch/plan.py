@@ -22,23 +22,30 @@ from petra.cost_model.event_graph import PREDICTED, ZB_H1
 from petra.cost_model.machines import Link, Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict
-from petra.errors import ConfigError, require, within
+from petra.errors import ConfigError, PetraError, require, within
 from petra.method import METHODS, Method
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
+from petra.training import limited
 
 from .config.compose import compose_overrides
 from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import AUTO, Config
-from .run.build import set_numerics, set_up
+from .run.build import Setup, set_numerics, set_up
 from .run.costs import MEMORY_PARTS, show_progress, stage_memories
+from .run.expected import PAGE, TASKS, Expected, expected, in_range, setting_of, shown
 from .run.targets import optimizer_factory
 from .runtime.rank import Process
 from .runtime.terminal import command, parser_for, table
 
-HEADER = ("method", "d", "samples/s", "bubble", "staleness", "GB per device", "MB per microbatch", "link use")
+HEADER = ("method", "d", "samples/s", "bubble", "staleness", "loss above exact", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
-"""A method with exact gradients is recommended if it reaches this fraction of the highest throughput."""
+"""A method with exact gradients is recommended alone if it reaches this fraction of the highest throughput."""
+COMPARED = ("delayed", "reconstruct_stashed", "pipedream", "pipedream_2bw", "gpipe")
+"""Methods that are never recommended: they exist for comparison (docs/methods.md)."""
+UNKNOWN = "not known here"
+REASONS = {True: "by throughput, late gradients", False: "by throughput, exact gradients"}
+"""Reasons for a recommendation, for late gradients and others, where it is not known what staleness costs."""
 NOT_TRAINED = f"{ZB_H1.name} is only predicted, without its memory: petra does not train with it"
 AUTO_DELAY = replace(METHODS["petra"], name="petra, d=auto")
 """Stands for PETRA with the smallest delays that keep the throughput."""
@@ -53,10 +60,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--memory", type=float, default=float("inf"), help="memory of a device in GB (default: no limit)")
     parser.add_argument("--bandwidth", type=float, default=10.0, help="bandwidth of a link in GB/s (default: 10)")
     parser.add_argument("--latency", type=float, default=10.0, help="latency of a link in microseconds (default: 10)")
+    parser.add_argument("--per-machine", type=int, default=8, help="devices of a machine, for the command to train (default: 8)")
     parser.add_argument("--machines", help="file of devices and links instead, as for cluster.machines")
     parser.add_argument("--measure", action="store_true", help="measure the blocks on this machine instead of counting FLOPs")
     options, overrides = parser.parse_known_args(arguments)
-    print(report(compose_overrides(overrides), options, overrides))
+    text, recommended = report(compose_overrides(overrides), options, overrides)
+    print(text)
+    if not recommended:
+        raise ConfigError(
+            "--devices, --memory: expected devices that one of the recommended methods fits, got none (reasons above)"
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,7 @@ class Candidate:
         traffic: Bytes that cross all boundaries per microbatch.
         link_use: Fraction of the period in which the busiest direction of a link transfers.
         memory: Memory of each device; empty if it is not predicted.
+        expected: What staleness costs in a benchmark of such runs; None if that is not known.
     """
 
     method: Method
@@ -78,14 +92,21 @@ class Candidate:
     traffic: int
     link_use: float
     memory: Sequence[PredictedMemory]
+    expected: Expected | None = None
+
+    @property
+    def recommendable(self) -> bool:
+        """Whether petra trains with the method, and not for comparison only."""
+        return bool(self.memory) and self.method.name.split(", ")[0] not in COMPARED
 
     @property
     def staleness(self) -> float:
         """Largest mean number of updates between forward and backward of a microbatch."""
         return max(self.prediction.staleness)
 
-    def cells(self, samples: int) -> tuple[str, ...]:
-        """Return the row of the table, for ``samples`` in a microbatch."""
+    def cells(self, samples: int, task: str | None) -> tuple[str, ...]:
+        """Return the row of the table, for ``samples`` in a microbatch and a task of a benchmark."""
+        above = UNKNOWN if self.expected is None or task is None else shown(self.expected, task)
         delay, bubble = self.method.delay, self.prediction.bubble
         delays = [] if self.method.fill else [delay] if isinstance(delay, int) else delay
         return (
@@ -94,6 +115,7 @@ class Candidate:
             f"{samples / self.prediction.period:.4g}",
             f"{sum(bubble) / len(bubble):.0%}",
             f"{self.staleness:.3g}",
+            above if self.staleness else "0",
             f"{max(found.total for found in self.memory) / 1e9:.3g}" if self.memory else "–",
             f"{self.traffic / 1e6:.4g}",
             f"{self.link_use:.0%}",
@@ -141,26 +163,82 @@ def predict_method(
     return Candidate(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
 
 
-def recommend(rows: Sequence[Candidate]) -> Candidate:
-    """Return the fastest method with exact gradients if it is nearly the fastest of all; otherwise the fastest, least stale one."""
-    fastest = min(row.prediction.period for row in rows)
-    close = [row for row in rows if row.prediction.period * EXACT_ENOUGH <= fastest]
-    return min(close, key=lambda row: (row.staleness, row.prediction.period))
+def recommend(rows: Sequence[Candidate]) -> dict[str, Candidate]:
+    """Return the recommended methods by the reason, without those for comparison.
+
+    Where it is known what staleness costs, it is the method with the least time until a training loss that all reach. Otherwise, it
+    is the fastest of each kind, with exact gradients and with late ones, and the least stale of those that are nearly as fast.
+    Only the exact one, if it is nearly as fast as the other.
+    """
+    rows = [row for row in rows if row.recommendable]
+    times = {
+        id(row): row.prediction.period * row.expected.updates for row in rows if row.expected is not None and row.expected.updates
+    }
+    known = [row for row in rows if id(row) in times]
+    if any(row.staleness for row in known):
+        best = min(known, key=lambda row: times[id(row)])
+        exact = min((times[id(row)] for row in known if not row.staleness), default=0.0)
+        gain = f" ({times[id(best)] / exact:.0%} of that with exact gradients)" if exact and best.staleness else ""
+        return {f"by time to a training loss{gain}": best}
+    found: dict[str, Candidate] = {}
+    for late_ones, reason in REASONS.items():
+        own = [row for row in rows if bool(row.staleness) == late_ones]
+        fastest = min((row.prediction.period for row in own), default=0.0)
+        close = [row for row in own if row.prediction.period * EXACT_ENOUGH <= fastest]
+        if close:
+            found[reason] = min(close, key=lambda row: (row.staleness, row.prediction.period))
+    late, exact_one = map(found.get, REASONS.values())
+    if late is not None and exact_one is not None and exact_one.prediction.period * EXACT_ENOUGH <= late.prediction.period:
+        del found[REASONS[True]]
+    return found
 
 
-def report(config: Config, options: argparse.Namespace, overrides: Sequence[str] = ()) -> str:
-    """Return the report in Markdown.
+def report(config: Config, options: argparse.Namespace, overrides: Sequence[str] = ()) -> tuple[str, bool]:
+    """Return the report in Markdown, and whether it recommends a method.
 
     Args:
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
     setup = set_up(replace(config, trainer=replace(config.trainer, transport=AUTO)), Process(0, config.dp, 0, 1))
-    inputs, model, numerics, machines = setup.plan.layout.inputs, setup.plan.model, setup.plan.numerics, _machines(options, config)
-    if options.measure:
+    machines, model = _machines(options, config), setup.plan.model
+    rows, refused = candidates(setup, machines, measure=options.measure, teraflops=options.teraflops)
+    rows, task = with_expected(setup, rows)
+    samples, count = setup.plan.inputs.shape[0], min(len(machines.devices), len(setup.plan.layout.profiles))
+    lines = [
+        f"{model.name}: {len(setup.plan.layout.profiles)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
+        f"microbatches of {setup.plan.inputs}, k = {config.k}, {count} of {len(machines.devices)} devices"
+        f"{f' in each of {config.dp} replicas, whose all-reduces are not counted' if config.dp > 1 else ''}",
+        "",
+    ]
+    if rows:
+        lines.append(table(HEADER, [row.cells(samples, task) for row in rows], aligned=True))
+        lines += [NOT_TRAINED] * any(not row.memory for row in rows)
+        lines += [] if task is None else [f"loss above exact: measured on {TASKS[task].what} ({PAGE})"]
+    chosen = recommend(rows)
+    others = [word for word in overrides if not word.startswith(("method", "trainer.stages=", "trainer.memory_limit="))]
+    for reason, best in chosen.items():
+        lines += [f"recommended: {' '.join(best.setting())}", f"chosen {reason}"]
+        lines.append(_command([*others, *best.setting()], count * config.dp, options.per_machine))
+        device = max(range(count), key=lambda j: best.memory[j].total)
+        parts = (f"{part} {getattr(best.memory[device], part) / 1e9:.3g}" for part in MEMORY_PARTS)
+        lines.append(f"memory of its fullest device, {device + 1}, in GB: {', '.join(parts)}")
+    return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])]), bool(chosen)
+
+
+def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: float) -> tuple[list[Candidate], list[str]]:
+    """Return all methods that are possible, the fastest first, and lines about the others.
+
+    Args:
+        measure: Measure the blocks on this machine.
+        teraflops: Speed of a device, if not measured.
+    """
+    config, plan = setup.config, setup.plan
+    if measure:
         set_numerics(config.trainer)
-        blocks = profile_blocks(model, inputs, optimizer=optimizer_factory(config.optim), device=setup.device, numerics=numerics)
+        optimizer = optimizer_factory(config.optim)
+        blocks = profile_blocks(plan.model, plan.layout.inputs, optimizer=optimizer, device=setup.device, numerics=plan.numerics)
     else:
-        blocks = tuple(block.scaled(1e-12 / options.teraflops) for block in count_blocks(model, inputs, numerics))
+        blocks = tuple(block.scaled(1e-12 / teraflops) for block in count_blocks(plan.model, plan.layout.inputs, plan.numerics))
     on_gpus = config.trainer.transport == AUTO and config.trainer.device != "cpu"
     transport: TransportName = "lockstep" if on_gpus else config.trainer.transport  # what auto selects on GPUs
     rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, {})
@@ -168,7 +246,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
     changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in ("auto", getattr(usual, k, v))]
     if changed:
-        methods.append(replace(setup.plan.method, name=", ".join([config.method.name, *changed])))
+        methods.append(replace(plan.method, name=", ".join([config.method.name, *changed])))
     last = methods[-1] if "delay" in setup.auto else AUTO_DELAY
     for done, method in enumerate(methods, 1):
         show_progress(f"{method.name}: method {done} of {len(methods)}")
@@ -177,34 +255,46 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
             rows.append(predict_method(blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay))
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
-    samples, count = setup.plan.inputs.shape[0], min(len(machines.devices), len(blocks))
-    lines = [
-        f"{model.name}: {len(blocks)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
-        f"microbatches of {setup.plan.inputs}, k = {config.k}, {count} of {len(machines.devices)} devices"
-        f"{f' in each of {config.dp} replicas, whose all-reduces are not counted' if config.dp > 1 else ''}",
-        "",
-    ]
-    rows.sort(key=lambda row: row.prediction.period)
-    trained = [row for row in rows if row.memory]
-    if rows:
-        lines += [table(HEADER, [row.cells(samples) for row in rows], aligned=True), *[NOT_TRAINED] * (len(trained) < len(rows))]
-    if trained:
-        best = recommend(trained)
-        several = ["--nproc", str(count * config.dp)] if count * config.dp > 1 else []
-        lines.append(f"recommended: {' '.join(best.setting())}")
-        others = [word for word in overrides if not word.startswith(("method", "trainer.stages=", "trainer.memory_limit="))]
-        lines.append(f"to train: {shlex.join(['petra', 'train', *several, *others, *best.setting()])}")
-        device = max(range(count), key=lambda j: best.memory[j].total)
-        parts = (f"{part} {getattr(best.memory[device], part) / 1e9:.3g}" for part in MEMORY_PARTS)
-        lines.append(f"memory of its fullest device, {device + 1}, in GB: {', '.join(parts)}")
-    return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])])
+    return sorted(rows, key=lambda row: row.prediction.period), refused
+
+
+def with_expected(setup: Setup, rows: Sequence[Candidate]) -> tuple[list[Candidate], str | None]:
+    """Return the methods with what staleness costs them, and the task of the benchmark; None if it trained no such run."""
+    config, reversible = setup.config, any(profile.reversible for profile in setup.plan.layout.profiles)
+    settings = [setting_of(config, setup.unit, row.method, reversible=reversible) for row in rows]
+    task = next((setting.task for setting in settings if setting is not None), None)
+    if task is None or not in_range(task, setup.plan.parameters, _samples(setup)):
+        return [*rows], None
+    known = [replace(row, expected=expected(setting, row.staleness)) for row, setting in zip(rows, settings, strict=True)]
+    return known, task
+
+
+def _samples(setup: Setup) -> float | None:
+    """Return the targets that the run trains on; None if its data isn't there."""
+    config = setup.config
+    try:
+        train, _ = setup.data()
+    except PetraError:
+        return None
+    batches = limited(train.batches_per_epoch, config.trainer.limit_batches) * config.trainer.epochs * config.dp
+    return float(batches * config.data.batch_size * (config.data.size if setup.unit == "tokens" else 1))
+
+
+def _command(settings: Sequence[str], processes: int, per_machine: int) -> str:
+    """Return the line with the command that trains in a number of processes, of which ``per_machine`` fit on a machine."""
+    if processes <= per_machine:
+        several = ["--nproc", str(processes)] if processes > 1 else []
+        return f"to train: {shlex.join(['petra', 'train', *several, *settings])}"
+    nodes = -(-processes // per_machine)
+    variables = f"NNODES={nodes} NODE_RANK=N NPROC_PER_NODE={per_machine} MASTER_ADDR=ADDRESS"
+    return f"to train, on machine N = 0 to {nodes - 1}: {variables} {shlex.join(['petra', 'node', *settings])}"
 
 
 def _machines(options: argparse.Namespace, config: Config) -> Machines:
     if path := options.machines or config.cluster.machines:
         return read_machines(path)
-    for name in ("devices", "memory"):
-        require(getattr(options, name) > 0, f"--{name}", "a number > 0", getattr(options, name))
+    for name in ("devices", "per_machine", "memory"):
+        require(getattr(options, name) > 0, f"--{name}".replace("_", "-"), "a number > 0", getattr(options, name))
     for name, bounds in (("teraflops", SCALE), ("bandwidth", SCALE), ("latency", LATENCY)):
         require(within(getattr(options, name), bounds), f"--{name}", f"a number {bounds}", getattr(options, name))
     return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)

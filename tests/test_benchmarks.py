@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fine_tuning, pipelines, reversible_sequence, vision
+from benchmarks import expected, fine_tuning, pipelines, reversible_sequence, vision
 from benchmarks.records import RECORDS, merge, recorded
 from benchmarks.records import main as merging
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
@@ -211,6 +211,22 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
     figures.draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_what_to_set_has_the_figures_of_the_records() -> None:
+    page = (ROOT / "docs/what_to_set.md").read_text(encoding="utf-8")
+    assert figures.best(figures.read_all(RECORDS / "staleness.jsonl")) in page
+    assert expected.markdown([*expected.text_rows()]) in page
+    whole = (ROOT / "benchmarks/staleness/README.md").read_text(encoding="utf-8")
+    hours = re.findall(r"^\|[^|]*\| (\d\.\d{3} \| \d\.\d{3} \| \d\.\d{3} \| \d\.\d{3}) \|$", page, re.MULTILINE)
+    assert len(hours) == 5
+    assert all(f"| {row} |" in whole for row in hours)
+
+
+def test_programs_quote_the_expected_losses_of_the_records() -> None:
+    assert expected.table() == (ROOT / "launch/run/expected.csv").read_text(encoding="utf-8"), (
+        "python -m benchmarks.expected has news"
+    )
 
 
 def test_the_law_finds_the_constants_of_data_that_obey_it_and_the_page_has_its_table() -> None:

@@ -101,6 +101,30 @@ def results(records: Records) -> str:
     return "\n".join(lines)
 
 
+def best(records: Records, count: int = 3) -> str:
+    """Return a Markdown table of the settings with the lowest loss of 16 stages, at a staleness of at most 1 and 4.
+
+    A setting is tied with the first one if the interval of their difference contains 0.
+    """
+    lines = ["| staleness at most | setting | staleness | bits per byte | above backprop, % | |", "|---" * 6 + "|"]
+    found = {
+        cell.name: (final(records[cell.name]), final_runs(records[cell.name])[0]["staleness"])
+        for cell in CELLS
+        if cell.name in records and (cell.stages, cell.model, cell.remedy == "fitted") == (16, "revgpt", False)
+    }
+    for limit in (1.0, 4.0):
+        stale = {name: losses for name, (losses, staleness) in found.items() if len(losses) > 2 and 0 < staleness <= limit}
+        first, *_ = order = sorted(stale, key=lambda name: statistics.fmean(stale[name].values()))[:count]
+        for name in order:
+            gap, exact = difference(stale[name], base(name, records)), statistics.fmean(base(name, records).values())
+            apart = difference(stale[name], stale[first]) or (0.0, 0.0)
+            tied = "" if name == first else "tied with the first" if abs(apart[0]) <= apart[1] else "worse"
+            stated = "" if gap is None else f"{100 * gap[0] / exact:.1f} ± {100 * gap[1] / exact:.1f}"
+            loss = f"{statistics.fmean(stale[name].values()):.3f}"
+            lines.append(f"| {limit:g} | `{name}` | {found[name][1]:.2f} | {loss} | {stated} | {tied} |")
+    return "\n".join(lines)
+
+
 def search(records: Records) -> str:
     """Return a Markdown table of the runs that chose learning rate and warm-up."""
     lines = ["| cell | updates | rate, warm-up: validation, bits per byte |", "|---|---|---|"]
@@ -148,7 +172,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file of the picture, .png or .svg")
     options = parser.parse_args()
     records = read_all(options.records)
-    print(f"{results(records)}\n\n{search(records)}")
+    print(f"{results(records)}\n\n{best(records)}\n\n{search(records)}")
     if options.out is not None:
         draw(records, options.out)
 

@@ -30,6 +30,7 @@ from ..runtime.agent import StopRequest
 from ..runtime.rank import Process
 from .build import Setup, set_numerics, set_up
 from .costs import memory_table, stage_map, tune_setup
+from .expected import note
 from .folder import CHECKPOINTS, GRADIENTS, TRUST, as_data, gradients_in, names_foreign_code
 from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
@@ -124,7 +125,9 @@ class TrainingRun:
             self.records = Records(setup, start) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
-            print(*_warnings(config, batches, train.vocabulary), self.records.headline(), *loaded, sep="\n", flush=True)
+            print(
+                *_warnings(config, batches, train.vocabulary), *note(setup), self.records.headline(), *loaded, sep="\n", flush=True
+            )
         if config.checkpoint.keep:
             require_shared(self.folder / CHECKPOINTS, config.trainer.timeout, process)
         self.checkpoints = Checkpoints(

@@ -92,10 +92,14 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     main(["--devices", "10", *SMALL, "dp=2", "optim.shard=true", *chosen, "method=1f1b", *own])
     replicated = capsys.readouterr().out
     rows = {cells[1].strip(): cells for line in replicated.splitlines() if len(cells := line.split("|")) > 8}
-    assert float(rows[", ".join(["1f1b", *own])][6]) < float(rows["1f1b"][6]), "1F1B with recomputation has a row of its own"
-    assert len(re.findall("method=", replicated.partition("to train: ")[2])) == 1, "the command has the recommended method only"
+    assert float(rows[", ".join(["1f1b", *own])][7]) < float(rows["1f1b"][7]), "1F1B with recomputation has a row of its own"
+    commands = re.findall(
+        r"^to train, on machine N = 0 to 2: NNODES=3 NODE_RANK=N NPROC_PER_NODE=8 .* (petra .*)$", replicated, re.M
+    )
+    assert commands, "20 processes are on more than one machine"
+    assert all(len(re.findall("method=", line)) == 1 for line in commands), "the command has the recommended method only"
     assert not re.search(r"trainer\.(stages|memory_limit)", replicated), "each block is a stage by default"
-    assert "to train: petra train --nproc 20 model=revnet18 " in replicated
+    assert all(line.startswith("petra node model=revnet18 ") for line in commands)
     device, parts = re.search(r"fullest device, (\d), in GB: (.*)", out).groups()  # type: ignore[union-attr]
     overrides = [*SMALL, "k=8", *recommended, "trainer.transport=lockstep"]
     setup = set_up(compose_overrides(overrides), Process(rank=0, world=4, local_rank=0, local_world=4))
@@ -104,7 +108,7 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     totals = [float(row[-1]) / 1e3 for row in rows]
     chosen = dict(override.split("=") for override in recommended)
     auto = ", d=auto" if "method.delay" in chosen else ""
-    (column,) = [float(line.split("|")[6]) for line in out.splitlines() if line.startswith(f"| {chosen['method']}{auto} ")]
+    (column,) = [float(line.split("|")[7]) for line in out.splitlines() if line.startswith(f"| {chosen['method']}{auto} ")]
     assert totals[int(device) - 1] == max(totals) == pytest.approx(column, rel=0.01)
     assert sum(float(part.split()[1]) for part in parts.split(", ")) == pytest.approx(column, rel=0.01)
     fresh = f"method.keep=[{','.join(['input'] * 10)}]"

@@ -1,0 +1,101 @@
+"""What staleness cost in the benchmarks: the recommendation of petra plan, and the line of petra train."""
+
+import re
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launch.plan import COMPARED, Candidate, main, recommend
+from launch.run.expected import Expected, Setting, expected, note
+from petra import METHODS, Keep, Weights
+from petra.cost_model.autotune import Tuned
+from tests.support.commands import planned, refused
+
+pytestmark = pytest.mark.usefixtures("shared_profiles")
+
+SMALL = ["model=revnet18", "model.width=0.0625", "data=synthetic", "data.batch_size=2"]
+
+
+def test_methods_for_comparison_are_not_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    """At this memory, only they and PETRA fit; with less, nothing is recommended, which is an error after the table."""
+    main(["--devices", "10", "--memory", "0.2", "--bandwidth", "0.1", *SMALL, "k=16"])
+    recommended = re.findall(r"recommended: method=(\S+)", capsys.readouterr().out)
+    assert recommended
+    assert not {*recommended} & {*COMPARED}
+    rows = [candidate(name, period, stale) for name, period, stale in (("delayed", 1.0, 2), ("gpipe", 1.0, 0), ("petra", 1.1, 2))]
+    assert [(reason, row.method.name) for reason, row in recommend(rows).items()] == [("by throughput, late gradients", "petra")]
+    rows.append(candidate("1f1b", 1.5, 0))
+    assert [row.method.name for row in recommend(rows).values()] == ["petra", "1f1b"], "the fastest of each kind"
+    rows.append(candidate("reversible", 1.12, 0))
+    assert [row.method.name for row in recommend(rows).values()] == ["reversible"], "nearly as fast, and exact"
+    assert recommend(rows[:2]) == {}
+    with redirect_stdout(StringIO()) as printed:
+        error = refused(main, ["--devices", "4", "--memory", "0.001", *SMALL], silent=False)
+    assert error.startswith("--devices, --memory: expected devices that one of the recommended methods fits, got none")
+    assert printed
+
+
+def candidate(name: str, period: float, staleness: float, updates: float | None = None) -> Candidate:
+    prediction: Any = SimpleNamespace(period=period, staleness=(staleness,))
+    memory: Any = (SimpleNamespace(total=1),)
+    known = None if updates is None else Expected(0, 0, 0, updates)
+    return Candidate(METHODS[name], Tuned((1,), 2, (), ()), prediction, 0, 0.0, memory, known)
+
+
+def test_the_recommendation_goes_by_the_time_to_a_loss_where_it_is_known(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [candidate("petra", 1.0, 2, 60), candidate("dsp", 1.0, 2, 50), candidate("1f1b", 1.4, 0, 40), candidate("paci", 0.1, 1)]
+    assert {reason: row.method.name for reason, row in recommend(rows).items()} == {
+        "by time to a training loss (89% of that with exact gradients)": "dsp"
+    }
+    text = ["--devices", "8", "experiment=text_short", "trainer.stages=null", "optim=muon", "k=8", "trainer.device=cpu"]
+    main(text)
+    assert "| petra               | 2   " in (out := capsys.readouterr().out)
+    assert "not known here" in out, "without data.root, the length of the run is not known"
+    assert "loss above exact: measured" not in out
+    monkeypatch.setattr("launch.plan._samples", lambda setup: 0.5e6)
+    main(text)
+    out = capsys.readouterr().out
+    above = {line.split("|")[1].strip(): line.split("|")[6].strip() for line in out.splitlines() if line.startswith("| ")}
+    assert (above["petra"], above["delayed"], above["1f1b"]) == ("2.8 ± 1 %", "not known here", "0"), "1.75 of 1.875 updates: 3.0"
+    assert "chosen by time to a training loss (" in out
+    main([*text, "model.dim=384"])
+    assert "loss above exact: measured" not in capsys.readouterr().out, "a larger network than the benchmark's"
+
+
+def test_the_loss_above_exact_gradients_is_on_a_line_between_measured_cells() -> None:
+    muon = Setting("text", Keep.NOTHING, Weights.CURRENT, "muon", "none")
+    low, high = (expected(muon, staleness) for staleness in (1.875, 3.75))
+    assert low is not None
+    assert high is not None
+    assert expected(muon, 2.8125).above == pytest.approx((low.above + high.above) / 2)  # type: ignore[union-attr]
+    assert (round(low.above), round(high.above)) == (3, 5)
+    assert expected(muon, 0.0).loss == pytest.approx(2.247)  # type: ignore[union-attr]
+    assert expected(muon, 7.6) is None
+    assert expected(replace(muon, optimizer="sgd"), 1.0) is None
+    assert expected(None, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ("model=revgpt data=text optim=adamw k=2", "note: staleness of 7 updates with adamw. In the benchmark (text, "),
+        ("model=gpt data=text optim=adamw k=2", "; optim=muon method.delay=1: 3.9 ± 1 % (docs/what_to_set.md)"),
+        ("data=cifar10 model=revnet18 k=2", "note: staleness of 9 updates with sgd. In the benchmark (CIFAR-10, "),
+        ("data=cifar10 model=revnet18 k=2", "; method.delay=1: 0.65 ± 0.9 points (docs/what_to_set.md)"),
+        ("data=cifar10 model=revnet18 k=2 method=1f1b", ""),
+        ("data=cifar10 model=revnet18 method.delay=1 k=4", ""),
+        ("data=cifar10 model=revnet18 k=2 optim=adam", ""),
+        ("model=revgpt data=text optim=muon remedy=feedback k=16", ""),
+    ],
+)
+def test_a_run_is_told_what_its_staleness_cost_in_the_benchmark(settings: str, line: str) -> None:
+    own = ["model.dim=32", "model.depth=6", "model.heads=2"] if "data=text" in settings else ["model.width=0.0625"]
+    found = note(planned(*settings.split(), *own))
+    assert len(found) == bool(line)
+    assert not line or line in found[0]
