@@ -161,7 +161,7 @@ def check_python(words: list[str], environment: dict[str, str], out: Path) -> No
     if module not in (*TRAINS, "launch.doctor"):
         return
     overrides = [word for word in rest if KEY.fullmatch(word)]
-    if "model=huggingface" in overrides:
+    if "model=huggingface" in overrides or any(word.startswith("model.path=") for word in overrides):
         return  # tests/huggingface runs it on a checkpoint
     positional = set(rest) - flags - {values.get(flag) for flag in flags} - set(overrides)
     if module == "benchmarks.nodes":
