@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
@@ -126,23 +125,6 @@ class Method:
         """Whether updates write to weights that stored autograd graphs refer to."""
         keeps = (self.keep,) if isinstance(self.keep, Keep) else self.keep
         return Keep.GRAPH in keeps and self.weights is Weights.CURRENT
-
-    def check(self, delays: Sequence[int], k: int, *, autocast: bool) -> None:
-        """Check that backward can differentiate the current weights through stored graphs.
-
-        Args:
-            delays: Delay of each stage, in microbatches.
-            k: Number of microbatches per update.
-            autocast: Whether blocks compute under autocast, with casts of the weights.
-
-        Raises:
-            ConfigError: If stored graphs refer to casts of the weights, which updates don't change.
-        """
-        stale = any(self.staleness(delay, k) for delay in delays)
-        if stale and autocast and self.writes_through_graphs:
-            expected = "input, nothing or method.weights=stashed under autocast"
-            got = "graph with method.weights=current, which refers to casts of the weights that updates don't change"
-            raise invalid("method.keep", expected, got)
 
     def staleness(self, delay: int, k: int) -> float:
         """Return the mean number of updates of a stage between the forward and the backward of a microbatch.

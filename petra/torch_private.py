@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # the documented way to see every operation
 from torch.utils._pytree import tree_leaves as tree_leaves  # tensors in nested arguments of an operator
@@ -40,7 +41,9 @@ def preserve_version_counter(tensors: tuple[Tensor, ...]) -> AbstractContextMana
     return context
 
 
-def vector_jacobian_products(outputs: Tensors, inputs: Tensors, gradients: Tensors) -> tuple[Tensor | None, ...]:
+def vector_jacobian_products(
+    outputs: Tensors, inputs: Sequence[Tensor | GradientEdge], gradients: Tensors
+) -> tuple[Tensor | None, ...]:
     """Return the vector-Jacobian products of ``outputs`` with respect to ``inputs``; None for inputs that were not used.
 
     ``torch.autograd.grad`` checks and converts its arguments in Python, which takes half as long as the backward pass of a small
@@ -70,6 +73,15 @@ def is_replica(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of its own, which see its input, output or their gradients."""
     return bool(module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks)
+
+
+def cast_leaf(tensor: Tensor) -> Tensor | None:
+    """Return the leaf of which a tensor, or the tensor that it is a view of, is a cast; None if it is no cast of a leaf."""
+    node = (tensor if tensor._base is None else tensor._base).grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    leaf: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return leaf
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ def count_stage(
     """
     known, parts = {} if known is None else known, [stage] if before is None else [before, stage]
     kinds = [tuple(model.blocks[b].kind for b in part.blocks) for part in parts]
-    forms = [(part.blocks.start == 0, part.inputs, part.keeps, part.weights) for part in parts]
+    forms = [(part.blocks.start == 0, part.inputs, part.keeps, part.weights, part.staleness > 0) for part in parts]
     key = (*zip(kinds, forms, strict=True), returns_input, remote, targets, recipe and bool(recipe.extensions) * stage.staleness)
     if key not in known:
         with torch.device("meta"):
@@ -112,6 +112,7 @@ def count_stage(
                         first_block=min(part.blocks.start, 1),
                         weights=part.weights,
                         numerics=numerics,
+                        overwritten=part.staleness > 0 and part.weights is Weights.CURRENT,
                         returns_input=returns_input,
                         fetch=lambda m: first(m)[0],
                     )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from petra.engine.block_function import BlockFunction
 from petra.engine.weights import WeightVersion, WeightVersions
@@ -88,8 +88,11 @@ class BlockRunner(ABC):
                     self.function(m, tuple(t.detach().clone() for t in x), version)
             raise
 
-    def _differentiate(self, stored: Stored, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
-        weights: Sequence[Tensor] = self._trained if version is None else [version[name] for name in self.parameters]
+    def _differentiate(
+        self, stored: Stored, dy: Streams, version: WeightVersion | None, edges: Sequence[GradientEdge] | None = None
+    ) -> tuple[Streams, Streams, Gradients]:
+        """Return what :meth:`backward` returns, given the weights' edges in the graph if they may have got others since."""
+        weights: Sequence[Any] = edges or (self._trained if version is None else [version[name] for name in self.parameters])
         connected = [(y, d) for y, d in zip(without_side(stored.outputs), dy, strict=True) if y.requires_grad]
         if not connected:  # no output depends on the input or a weight
             return detached(stored.inputs), tuple(torch.zeros_like(t) for t in stored.inputs if t.requires_grad), {}

@@ -104,7 +104,12 @@ def make_stage(
         function.around = _around(block, numerics, grid, overwritten=overwritten and keeps_graph)
         versions = WeightVersions(function.parameters, weights, keeps_graph=keeps_graph, k=k)
         last = b == first_block + len(blocks) - 1
-        runners.append(block_runner(function, keep, versions, first=b == 0, last=last, fetch=fetch))
+        runner = block_runner(function, keep, versions, first=b == 0, last=last, fetch=fetch)
+        if overwritten and keeps_graph and numerics.autocast is not None:
+            from petra.engine.options.stored_graphs import FollowUpdates
+
+            runner = FollowUpdates(function, versions, first=b == 0)
+        runners.append(runner)
     return Stage(runners, Accumulation(nn.ModuleList(blocks), k), returns_input=returns_input, channels_last=numerics.channels_last)
 
 

@@ -171,7 +171,6 @@ def make_plan(
     if isinstance(method.keep, tuple):
         blocks, keeps = len(layout.profiles), len(method.keep)
         require(keeps == blocks, "method.keep", f"one value, or {blocks}, one per block", f"{keeps} values")
-    method.check(delays, k, autocast=numerics.autocast is not None)
     boundary_delays = method.boundary_delays(count - 1)
     stage_plans = tuple(_stage_plan(layout, method, k, delays, j) for j in range(count))
     stage_plans = (_with_refetch(stage_plans[0]), *stage_plans[1:]) if refetch else stage_plans

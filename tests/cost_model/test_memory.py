@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses import fake_tensor
 
-from petra import ConfigError, Numerics, Pipeline, TensorSpec, UpdateRules
+from petra import ConfigError, Keep, Method, Numerics, Pipeline, TensorSpec, UpdateRules
 from petra.cost_model.memory import PredictedMemory, predict_memory
 from petra.cost_model.stage_memory import Known, LiveBytes
 from petra.diagnostics.process_memory import BLOCK, rounded
@@ -93,11 +93,19 @@ class Zeros:
         return torch.zeros(8, dtype=torch.int64)
 
 
-def peaks(method: str, stages: int, wire: str | None = None, model: str = "revnet18", bf16: bool = False, **values: Any) -> Any:
+def peaks(
+    method: str | Method,
+    stages: int,
+    wire: str | None = None,
+    model: str = "revnet18",
+    bf16: bool = False,
+    autocast: bool = False,
+    **values: Any,
+) -> Any:
     """Return the most bytes of real tensors while a pipeline is built and trained in one process, and the prediction."""
     net, inputs = MODELS[model](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32)
     numerics, rules = (
-        Numerics(torch.bfloat16 if bf16 else None, message_format=wire),
+        Numerics(torch.bfloat16 if bf16 or autocast else None, message_format=wire),
         UpdateRules(weights="bf16" if bf16 else "float32"),
     )
     recipe = Recipe(OPTIMIZERS["sgd"], lambda m: 0.1, rules=rules, extensions=remedies(**values))
@@ -120,6 +128,14 @@ def peaks(method: str, stages: int, wire: str | None = None, model: str = "revne
 def test_peak_is_that_of_the_engine(method: str, stages: int, wire: str | None) -> None:
     measured, predicted = peaks(method, stages, wire)
     assert measured <= predicted <= 1.09 * measured
+
+
+def test_graphs_under_autocast_refer_to_parameters() -> None:
+    """With weights in bfloat16 and with casts of float32 ones, graphs in flight store neither."""
+    for bf16 in (None, "float32", "bf16"):
+        graphs = Method("graphs", 2, Keep.GRAPH)
+        measured, predicted = peaks(graphs, 3, autocast=bf16 is not None, bf16=bf16 == "bf16")
+        assert measured <= predicted <= 1.05 * measured, bf16
 
 
 def test_what_remedies_and_other_weights_store_counts() -> None:

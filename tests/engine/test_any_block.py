@@ -60,9 +60,9 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=False) if self.saves_memory else self.layers(x)
 
 
-def trained_weights(saves_memory: bool, method: Method, k: int) -> dict[str, Tensor]:
+def trained_weights(saves_memory: bool, method: Method, k: int, **settings: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    pipeline = chain(*(Checkpointed(saves_memory) for _ in range(3)), linear(6, 3), method=method, k=k)
+    pipeline = chain(*(Checkpointed(saves_memory) for _ in range(3)), linear(6, 3), method=method, k=k, **settings)
     pipeline.train(Vectors(), 15)
     return pipeline.state_dict()
 
@@ -82,6 +82,8 @@ def test_activation_checkpointing_changes_nothing_or_is_refused_where_updates_wr
     if method.name == "updated":
         with pytest.raises(ModelError, match=r"^Checkpointed: activation checkpointing .* method\.keep=input"):
             trained_weights(True, method, k)
+        with pytest.raises(ModelError, match=r"^Checkpointed: activation checkpointing .* method\.keep=input"):
+            trained_weights(True, method, k, numerics=Numerics(autocast=torch.bfloat16))
     else:
         torch.testing.assert_close(trained_weights(True, method, k), trained_weights(False, method, k), rtol=1e-12, atol=1e-14)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petra import ConfigError, Numerics, Pipeline, UpdateRules
+from petra import ConfigError, Keep, Method, Numerics, Pipeline, UpdateRules
 from petra.cost_model.stage_memory import count_stage
 from petra.diagnostics.process_memory import rounded
 from petra.engine.options.optimizer_state import MASTER
@@ -21,6 +21,7 @@ from tests.support.processes import run_processes
 
 STREAM = RandomSource(batch=8, dtype=torch.float32)
 BF16 = Numerics(autocast=torch.bfloat16)
+GRAPHS = Method("graphs", 2, Keep.GRAPH)
 
 
 class Rounding(torch.optim.SGD):
@@ -38,7 +39,9 @@ class Rounding(torch.optim.SGD):
                 p.copy_(bits.view(torch.float32))
 
 
-def pipeline(optimizer: Any = "adamw", weights: Any = "bf16", method: str = "petra", stages: int = 2, **rules: Any) -> Pipeline:
+def pipeline(
+    optimizer: Any = "adamw", weights: Any = "bf16", method: str | Method = "petra", stages: int = 2, **rules: Any
+) -> Pipeline:
     settings = {"k": 2, "stages": stages, "dp": rules.pop("dp", 1), "method": method, "numerics": BF16}
     settings |= {"optimizer": OPTIMIZERS.get(optimizer, optimizer), "learning_rate": lambda t: 0.01}
     return make_pipeline(mixed_net(dtype=torch.float32), STREAM.spec, rules=UpdateRules(weights=weights, **rules), **settings)
@@ -49,9 +52,12 @@ def rounding(module: torch.nn.Module) -> Rounding:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("method", ["petra", "1f1b", "pipedream_2bw"])
-def test_with_master_weights_a_run_equals_one_under_autocast_bit_for_bit(optimizer: str, method: str) -> None:
-    """Autocast rounds float32 weights to bfloat16 whenever a block uses them; masters are rounded once per update."""
+@pytest.mark.parametrize("method", ["petra", "1f1b", "pipedream_2bw", GRAPHS], ids=str)
+def test_with_master_weights_a_run_equals_one_under_autocast_bit_for_bit(optimizer: str, method: str | Method) -> None:
+    """Autocast rounds float32 weights to bfloat16 whenever a block uses them; masters are rounded once per update.
+
+    Graphs of weights in bfloat16 refer to the parameters themselves, so those under autocast must follow each update.
+    """
     plain, short = (pipeline(optimizer, weights, method, clip=0.05) for weights in ("float32", "bf16"))
     assert plain.train(STREAM, 7) == short.train(STREAM, 7)
     expected = {key: value.bfloat16() if value.dim() > 1 else value for key, value in plain.state_dict().items()}

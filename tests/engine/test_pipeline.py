@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from petra import METHODS, DataError, Keep, Method, Model, ModelError, PetraError, Weights
 from petra.models import MODELS
 from petra.reversible import Coupling, derive_seed, seeded
-from petra.settings import Numerics, Runtime
+from petra.settings import Runtime
 from petra.specs import Streams
 from tests.support.nets import (
     RandomSource,
@@ -146,7 +146,6 @@ test_settings_that_cannot_work_are_refused = refuses(
     ({"method": "petri"}, "method: expected petra, .*, got petri"),
     ({"runtime": Runtime(transport="edge")}, "transport: expected auto or local in one process, got edge"),
     ({"method": "pipedream_2bw", "k": 4}, "k: expected an integer >= 5 .*the delay of stage 1.*, got 4"),
-    ({"method": Method("x", 1, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)}, "refers to casts of the weights"),
 )
 
 

@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fill": {"method": "gpipe"},
     "double": {"method": "pipedream_2bw"},
     "remedies": {"remedy": Remedy(9, 0.3, "difference", 1.5, True, 0.9)},
+    "graphs under autocast": {"method": Method("x", 2, Keep.GRAPH), "numerics": Numerics(autocast=torch.bfloat16)},
     "exact streams": {"numerics": Numerics(exact_streams=True)},
     "bf16 messages": {"numerics": Numerics(message_format="bf16")},
     "int8": {"numerics": Numerics(message_format="int8")},

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks, get_gradient_edge, saved_tensors_hooks
 
-from petra.engine.block_function import Around
+from petra.engine.block import KeepGraph
+from petra.engine.block_function import Around, BlockFunction
+from petra.engine.weights import WeightVersions
 from petra.errors import ModelError
+from petra.reversible import Gradients
 from petra.reversible.replay import NOTHING
+from petra.specs import Streams
+from petra.torch_private import cast_leaf
 
 RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
@@ -43,3 +50,61 @@ class ForbidRecomputation(Around):
             if str(error) != RECOMPUTES:
                 raise
             raise ModelError(f"{self._name}: {RECOMPUTES}") from error
+
+
+class Cast(NamedTuple):
+    """A cast of a parameter that a graph would store, or a view of one."""
+
+    parameter: Tensor
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        """Return the cast of the parameter's present value."""
+        return self.parameter.detach().to(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+class FollowUpdates(KeepGraph):
+    """Stores graphs that refer to the block's parameters where they would store casts of them, as under autocast.
+
+    A backward pass casts the parameters again, so it uses the weights after all updates, as without autocast. Graphs get smaller by
+    the casts, which each of them would otherwise store. :class:`ForbidRecomputation` must be around the block's function.
+    """
+
+    def __init__(self, function: BlockFunction, versions: WeightVersions, *, first: bool = False) -> None:
+        super().__init__(function, versions, first=first)
+        self._own = {id(p) for p in self.parameters.values()}
+        self._edges: dict[int, list[GradientEdge]] = {}
+
+    def forward(self, m: int, x: Streams) -> Streams:
+        if self.function.draws is None:  # the first pass of a run
+            self._forbid_recomputation(m, x)
+        # A change of a parameter's type, as of weights in bfloat16 during a step, gives it another edge.
+        self._edges[m] = [get_gradient_edge(p) for p in self.parameters.values()]
+        with saved_tensors_hooks(self._pack, _unpack):
+            return super().forward(m, x)
+
+    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
+        return self._differentiate(self.stored.pop(m), dy, self.versions.for_backward(m), self._edges.pop(m))
+
+    def _forbid_recomputation(self, m: int, x: Streams) -> None:
+        """Evaluate the block once more without hooks, which would hide those of the block from :class:`ForbidRecomputation`."""
+        parts = self.function.module.modules()
+        before = [(part, name, t, t.clone()) for part in parts for name, t in part.named_buffers(recurse=False)]
+        with torch.enable_grad(), self.function.keeping_statistics():
+            self.function(m, tuple(t.detach().requires_grad_(t.is_floating_point()) for t in x), None)
+        with torch.no_grad():
+            for part, name, buffer, old in before:
+                setattr(part, name, buffer.copy_(old))
+
+    def _pack(self, tensor: Tensor) -> Tensor | Cast:
+        leaf = cast_leaf(tensor)
+        if leaf is None or id(leaf) not in self._own:
+            return tensor
+        return Cast(leaf, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def _unpack(packed: Tensor | Cast) -> Tensor:
+    return packed.tensor() if isinstance(packed, Cast) else packed
