@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from launch.run.folder import records_in
+from launch.runtime.machine import available_cores
 
 T = TypeVar("T")
 
@@ -180,7 +180,7 @@ def machine() -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "cpu": cpu,
-        "cores": os.cpu_count(),
+        "cores": available_cores(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -55,9 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             start(name, f"petra {name}", others)
         else:
             require(name in IN_SEVERAL_PROCESSES, "--nproc", f"one of the commands {', '.join(IN_SEVERAL_PROCESSES)}", name)
-            from .runtime.agent import run_agent
+            from .runtime.agent import ONE_MACHINE, run_agent
 
-            run_agent(["--standalone", "--nproc-per-node", str(processes)], name, others)
+            run_agent([*ONE_MACHINE, "--nproc-per-node", str(processes)], name, others)
 
 
 def commands() -> dict[str, Path]:

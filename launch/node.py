@@ -22,7 +22,8 @@ from collections.abc import Mapping
 
 from petra.errors import require
 
-from .runtime.agent import run_agent, stop_before_start
+from .runtime.agent import ONE_MACHINE, run_agent, stop_before_start
+from .runtime.machine import available_cores, wait_for_address
 from .runtime.rank import integer
 from .runtime.terminal import command, parser_for
 
@@ -36,7 +37,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_for(__doc__)
     parser.add_argument("--module", default="launch.train", help="launch.train (default), launch.doctor or launch.selftest")
     options, overrides = parser.parse_known_args(arguments)
-    run_agent(flags(os.environ), options.module.removeprefix("launch."), overrides)
+    chosen = flags(os.environ)
+    count = chosen.index("--nproc-per-node") + 1
+    if (chosen[count] == "auto" and not _has_gpu()) or chosen[count] == "cpu":  # torchrun doesn't count the quota of a container
+        chosen[count] = str(available_cores())
+    if "--master-addr" in chosen:
+        wait_for_address(chosen[chosen.index("--master-addr") + 1], "MASTER_ADDR")
+    run_agent(chosen, options.module.removeprefix("launch."), overrides)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
 
 
 def flags(environment: Mapping[str, str]) -> list[str]:
@@ -63,7 +76,7 @@ def flags(environment: Mapping[str, str]) -> list[str]:
     processes = ["--nproc-per-node", own if own in WORDS else str(integer(name, own, 1))]
     port = integer(*_first(environment, "MASTER_PORT", "PET_MASTER_PORT", default="29500"), 1, 65535)
     if nodes == 1:
-        return ["--standalone", *processes]
+        return [*ONE_MACHINE, *processes]
     _, address = of_node("MASTER_ADDR", "PET_MASTER_ADDR")
     node = ["--nnodes", str(nodes), "--node-rank", str(rank), *processes]
     return [*node, "--rdzv-backend", "static", "--master-addr", address, "--master-port", str(port)]

@@ -56,7 +56,7 @@ def train_or_start(name: str, read: Callable[[], list[Config]]) -> None:
         from .elastic.processes import run_replicas
 
         run_replicas(processes, configs[0].dp, name, overrides)
-    agent.run_agent(["--standalone", "--nproc-per-node", str(processes)], name, overrides)
+    agent.run_agent([*agent.ONE_MACHINE, "--nproc-per-node", str(processes)], name, overrides)
 
 
 def train(configs: Sequence[Config], process: Process) -> None:

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from petra.errors import require
 
 from ..doctor.machine import inspect_machine
-from ..runtime.agent import LOOPBACK
+from ..runtime.agent import ONE_MACHINE
+from ..runtime.machine import LOOPBACK
 from ..runtime.rank import Process
 from ..runtime.terminal import command, parser_for
 from .measure import ALONE, CONTESTANTS, TINY, WORKS, Measurement
@@ -73,7 +74,7 @@ class Workers:
         return found
 
     def _start(self, limit: int) -> subprocess.Popen[bytes]:
-        agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self._processes)]
+        agent = [sys.executable, "-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", str(self._processes)]
         worker = ["-m", f"{__package__}.measure", str(self._store.port), str(self._number), str(limit)]
         self._output.truncate(0)
         return subprocess.Popen([*agent, *worker], stdout=self._output, stderr=self._output)

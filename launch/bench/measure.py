@@ -25,7 +25,8 @@ from petra.errors import first_line
 from petra.models import MODELS
 from petra.plan import Plan
 
-from ..runtime.agent import LOOPBACK, this_process
+from ..runtime.agent import this_process
+from ..runtime.machine import LOOPBACK
 from .contestants import Batches, Contestant, Peer, Setting, one_device, petra, replicas, torch_schedule
 
 

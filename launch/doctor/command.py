@@ -21,11 +21,12 @@ from ..config.machines import write_machines
 from ..config.schema import Config
 from ..run.build import set_numerics
 from ..runtime.agent import this_process
+from ..runtime.machine import INTERFACES
 from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints
 from ..runtime.terminal import command, parser_for, table
 from .links import LARGE_MESSAGE, Links, describe, measure_links, measure_speeds, slow_links
-from .machine import INTERFACES, Report, find_differences, inspect_machine
+from .machine import Report, find_differences, inspect_machine
 
 
 @command

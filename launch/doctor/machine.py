@@ -19,11 +19,10 @@ import torch
 from petra.errors import invalid
 
 from ..config.schema import AUTO
+from ..runtime.machine import available_cores, unreachable
 from ..runtime.rank import Process
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_VISIBLE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_")
-INTERFACES = "GLOO_SOCKET_IFNAME"
-"""Variable with the network interfaces that gloo uses."""
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm below which NCCL is likely to fail. The default of containers is 64 MiB."""
 
@@ -37,7 +36,7 @@ class Report:
         node: Rank and name of its machine.
         device: Device of the process.
         memory: Memory of the device in bytes.
-        cores: CPU cores that the process may use.
+        cores: CPU cores that the process may use, up to the quota of its container.
         versions: Versions of libraries and drivers.
         environment: Environment variables of NCCL, gloo and CUDA.
         problems: Problems on this machine.
@@ -65,15 +64,15 @@ def inspect_machine(process: Process, device: torch.device, *, requested: str = 
     memory = properties.total_memory if properties else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     node = os.environ.get("GROUP_RANK", "0")
     problems = [*_gpu_problems(device, requested), *_container_problems(device), *_network_problems(process)]
-    if process.local_world * (threads := torch.get_num_threads()) > _cores():
+    if process.local_world * (threads := torch.get_num_threads()) > available_cores():
         found = f"{process.local_world} process(es) with {threads} thread(s) each"
-        problems.append(f"{_cores()} core(s) for {found}: stages slow each other down")
+        problems.append(f"{available_cores()} core(s) for {found}: stages slow each other down")
     return Report(
         rank=process.rank,
         node=f"{node} ({socket.gethostname()})",
         device=f"{device} ({properties.name})" if properties else "cpu",
         memory=memory,
-        cores=_cores(),
+        cores=available_cores(),
         versions=_versions(),
         environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
         problems=tuple(problems),
@@ -135,13 +134,8 @@ def _container_problems(device: torch.device) -> Iterator[str]:
 
 
 def _network_problems(process: Process) -> Iterator[str]:
-    if process.world > process.local_world and INTERFACES not in os.environ:
-        try:
-            address = socket.gethostbyname(socket.gethostname())
-        except OSError:
-            address = "no address"
-        if address.startswith(("127.", "no ")):
-            yield f"{socket.gethostname()} resolves to {address}, which other nodes can't reach: set {INTERFACES}"
+    if process.world > process.local_world and (found := unreachable()) is not None:
+        yield found
     for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
         if os.environ.get(name) == "1":
             yield f"{name}=1: messages may take a slower path than necessary"
@@ -160,7 +154,3 @@ def _versions() -> dict[str, str]:
         driver = Path("/sys/module/nvidia/version")
         versions["driver"] = driver.read_text().strip() if driver.exists() else "unknown"
     return versions
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))

@@ -25,7 +25,8 @@ from petra.elastic.liveness import Liveness
 from petra.elastic.membership import Membership
 from petra.errors import require
 
-from ..runtime.agent import LOOPBACK, stop_signals
+from ..runtime.agent import stop_signals
+from ..runtime.machine import LOOPBACK
 from ..runtime.rank import Process, agree_on_start, integer
 from ..runtime.reporting import CANCELLED, FAILED, STOPPED
 

@@ -18,13 +18,15 @@ from types import FrameType
 
 from petra.errors import Interrupted
 
+from .machine import LOOPBACK, limit_threads
 from .rank import Process
 from .reporting import CANCELLED, STOPPED, exit_at_once, report_errors
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """Preemption by a cluster (SIGTERM, or SIGUSR1 as an early warning), the end of a terminal or of an ssh connection (SIGHUP), and
 the first Ctrl-C. A second Ctrl-C ends the process."""
-LOOPBACK = "127.0.0.1"
+ONE_MACHINE = ("--standalone", "--local-addr", LOOPBACK)
+"""Arguments of torchrun for one machine, whose name need not resolve."""
 
 
 @contextmanager
@@ -38,6 +40,7 @@ def this_process() -> Iterator[Process]:
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         # Otherwise, a process whose agent was killed by SIGKILL would train on, possibly beside the restarted job.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    limit_threads()
     with report_errors(process):
         yield process
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from petra.errors import Interrupted, invalid, require
 
+from .machine import check_names
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed.distributed_c10d import Store
@@ -138,6 +140,7 @@ class Process:
         with suppress(ValueError):  # no limit, which macOS refuses
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each of N ranks opens about 2 N sockets of gloo
         limit = timedelta(seconds=timeout)
+        check_names(self.world == self.local_world, warns=self.local_rank == 0)
         if store is None:
             # torchrun keeps its store across restarts, and one process may open several groups in turn. Prefixes keep each group
             # from reading the keys of earlier ones.

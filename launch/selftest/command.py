@@ -33,7 +33,7 @@ import torch
 from petra.errors import require
 
 from ..doctor.machine import PREFIXES
-from ..runtime.agent import this_process
+from ..runtime.agent import ONE_MACHINE, this_process
 from ..runtime.rank import DUMPS
 from ..runtime.terminal import command, parser_for, table
 from .parts import PARTS
@@ -145,7 +145,7 @@ def run_all(trials: Sequence[Trial], timeout: float, end: float, folder: Path) -
 
 def start_processes(arguments: Sequence[str], processes: int, seconds: float, folder: Path) -> str | None:
     """Run this command in new processes with torchrun, which writes their output to the folder. Return why they failed, or None."""
-    agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    agent = ["-m", "torch.distributed.run", *ONE_MACHINE, "--nproc-per-node", str(processes)]
     command = [sys.executable, *agent, "--redirects", "3", "--log-dir", str(folder), "-m", "petra", "selftest", *arguments]
     with open(folder / "torchrun.log", "w") as log:
         agent_process = subprocess.Popen(command, stdout=log, stderr=log, env={**variables(folder), **os.environ})

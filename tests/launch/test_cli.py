@@ -14,6 +14,7 @@ import pytest
 from launch import cli
 from launch.cli import take_processes
 from launch.runtime import agent
+from launch.runtime.agent import ONE_MACHINE
 from launch.runtime.rank import Process
 from petra.errors import ConfigError
 from tests.structure import ROOT
@@ -91,7 +92,7 @@ def test_processes_are_taken_from_the_arguments_and_start_through_the_agent(monk
     monkeypatch.setattr(sys, "argv", ["petra"])
     cli.main(["train", "--nproc", "2", "trainer.device=cpu", "model.width=0.0625"])
     cli.main(["doctor", "--nproc", "2", "trainer.device=cpu"])
-    flags = ["--standalone", "--nproc-per-node", "2"]
+    flags = [*ONE_MACHINE, "--nproc-per-node", "2"]
     assert started[0] == (flags, "train", ["trainer.device=cpu", "model.width=0.0625"])
     assert started[1] == (flags, "doctor", ["trainer.device=cpu"])
     expected = "--nproc: expected one of the commands train, resume, evaluate, doctor, got plan"

@@ -26,11 +26,14 @@ KUBERNETES = "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=gpu PET_MASTER_ADD
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ("", "--standalone --nproc-per-node auto"),
+        ("", "--standalone --local-addr 127.0.0.1 --nproc-per-node auto"),
         ("NNODES=3 NODE_RANK=2 NPROC_PER_NODE=8,8,2 MASTER_ADDR=a MASTER_PORT=1234", NODE.format(3, 2, 2, "a", 1234)),
         (KUBERNETES, NODE.format(2, 1, "gpu", "b", 7)),
         (SLURM, NODE.format(2, 1, 2, "a", 29500)),
-        ("NNODES=1 SLURM_NNODES=2 SLURM_NODEID=0 NPROC_PER_NODE=", "--standalone --nproc-per-node auto"),  # by hand under Slurm
+        (
+            "NNODES=1 SLURM_NNODES=2 SLURM_NODEID=0 NPROC_PER_NODE=",
+            "--standalone --local-addr 127.0.0.1 --nproc-per-node auto",
+        ),  # by hand under Slurm
         ("PET_NNODES=1:2", "PET_NNODES: expected one number, since the number of stages is fixed, got 1:2"),
         ("NNODES=2 MASTER_ADDR=a", "NODE_RANK: expected a value on each of 2 nodes, got nothing"),
         ("NNODES=2 NODE_RANK=0", "MASTER_ADDR: expected a value on each of 2 nodes, got nothing"),

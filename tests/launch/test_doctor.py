@@ -88,7 +88,7 @@ def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inspect_machine(ALONE, CPU).problems == ()
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
     nodes = Process(rank=0, world=4, local_rank=0, local_world=2)
     found = inspect_machine(nodes, CPU)
     assert found.node == "0 (here)"
