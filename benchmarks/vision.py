@@ -126,29 +126,45 @@ def search(method: str, data: Dataset, out: Path, optimizer: str = "sgd") -> flo
     return best_rate(rates, lambda rate: -run(method, rate, SHORT, SEARCH_SEED, data, out, optimizer)["validation"][-1])
 
 
+Key = tuple[str, str]
+"""Method and optimizer."""
+
+
+def grouped(found: Sequence[dict[str, Any]], *, final: bool) -> dict[Key, list[dict[str, Any]]]:
+    """Return final runs, or those of the search, by method and optimizer, in the order of both tables; none without runs."""
+    rows = [row for row in found if ("test" in row) == final]
+    keys = ((method, optimizer) for optimizer in OPTIMIZER for method in METHOD)
+    groups = {key: [row for row in rows if (row["method"], row.get("optimizer", "sgd")) == key] for key in keys}
+    return {key: group for key, group in groups.items() if group}
+
+
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Return Markdown tables of the final runs and of the search."""
-    final = {
-        method: [row for row in found if row["method"] == method and "test" in row and row.get("optimizer", "sgd") == "sgd"]
-        for method in METHOD
-    }
-    accuracies = {method: {row["seed"]: 100 * row["test"] for row in rows} for method, rows in final.items()}
+    """Return Markdown tables of the final runs and of the search.
+
+    Differences are of runs with the same seed: from backpropagation with the same optimizer, from that with its best optimizer, and
+    from PETRA with the same optimizer.
+    """
+    final = grouped(found, final=True)
+    accuracies = {key: {row["seed"]: 100 * row["test"] for row in rows} for key, rows in final.items()}
+    exact = [key for key in final if key[0] == "backprop"]
+    best = max(exact, key=lambda key: statistics.fmean(accuracies[key].values()), default=("backprop", "sgd"))
     epochs = (SHORT, EPOCHS // 2, EPOCHS)
-    others = f"points below backprop | above petra | validation (%) after {', '.join(map(str, epochs))} epochs"
-    lines = [f"| method | staleness | rate | seeds | test accuracy (%) | {others} |", "|---" * 8 + "|"]
-    for method, rows in final.items():
-        if rows:
-            below = "" if method == "backprop" else shown(accuracies["backprop"], accuracies[method])
-            above = "" if method == "petra" else shown(accuracies[method], accuracies["petra"])
-            curve = ", ".join(f"{100 * statistics.fmean(row['validation'][epoch - 1] for row in rows):.1f}" for epoch in epochs)
-            setting = f"{method} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)}"
-            mean = statistics.fmean(accuracies[method].values())
-            lines.append(f"| {setting} | {mean:.2f} | {below} | {above} | {curve} |")
-    lines += ["", "| method | rate: validation accuracy (%) after the search's runs |", "|---|---|"]
-    for method in METHOD:
-        tried = {row["rate"]: row["validation"][-1] for row in found if row["method"] == method and "test" not in row}
-        if tried:
-            lines.append(f"| {method} | {'; '.join(f'{rate:g}: {100 * tried[rate]:.2f}' for rate in sorted(tried))} |")
+    others = "points below backprop | below the best backprop | above petra"
+    others += f" | validation (%) after {', '.join(map(str, epochs))} epochs"
+    lines = [f"| method | optimizer | staleness | rate | seeds | test accuracy (%) | {others} |", "|---" * 10 + "|"]
+    for (method, optimizer), rows in final.items():
+        own = accuracies[method, optimizer]
+        references = [("backprop", optimizer), best]
+        below = ["" if (method, optimizer) == key else shown(accuracies.get(key, {}), own) for key in references]
+        above = "" if method == "petra" else shown(own, accuracies.get(("petra", optimizer), {}))
+        curve = ", ".join(f"{100 * statistics.fmean(row['validation'][epoch - 1] for row in rows):.1f}" for epoch in epochs)
+        setting = f"{method} | {optimizer} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)}"
+        lines.append(f"| {setting} | {statistics.fmean(own.values()):.2f} | {' | '.join(below)} | {above} | {curve} |")
+    lines += ["", "| method | optimizer | rate: validation accuracy (%) after the search's runs |", "|---|---|---|"]
+    for (method, optimizer), rows in grouped(found, final=False).items():
+        tried = {row["rate"]: row["validation"][-1] for row in rows}
+        text = "; ".join(f"{rate:g}: {100 * tried[rate]:.2f}" for rate in sorted(tried))
+        lines.append(f"| {method} | {optimizer} | {text} |")
     return "\n".join(lines)
 
 
@@ -156,11 +172,10 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the mean curves of the final runs."""
     panels = []
     for key, label, unit in (("validation", "validation accuracy (%)", 100.0), ("train_loss", "training loss", 1.0)):
-        curves = {method: [row[key] for row in found if row["method"] == method and "test" in row] for method in METHOD}
+        curves = {", ".join(name): [row[key] for row in rows] for name, rows in grouped(found, final=True).items()}
         lines = {
-            method: [(epoch, unit * statistics.fmean(values)) for epoch, values in enumerate(zip(*rows, strict=True), 1)]
-            for method, rows in curves.items()
-            if rows
+            name: [(epoch, unit * statistics.fmean(values)) for epoch, values in enumerate(zip(*rows, strict=True), 1)]
+            for name, rows in curves.items()
         }
         panels.append(Panel("epoch", label, lines))
     save(grid(panels), path)

@@ -290,7 +290,7 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
     vision.main()
     names = {path.name for path in tmp_path.glob("*.json")}
     assert {"petra__lr0.02_e4_s100.json", "petra__lr0.5_e4_s100.json"} < names
-    assert "| petra | 4.5 | " in capsys.readouterr().out
+    assert "| petra | sgd | 4.5 | " in capsys.readouterr().out
     vision.main()
     assert {path.name for path in tmp_path.glob("*.json")} == names
 
