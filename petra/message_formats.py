@@ -1,50 +1,74 @@
-"""Formats in which floating-point tensors travel between stages. The configuration reads their names, so torch is not imported.
+"""Formats in which streams travel between stages. The configuration reads their names, so torch is not imported.
 
 Names are the configuration's short ones (bf16, as in ``trainer.precision``); specs have torch's types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+Shape = tuple[int, ...]
 
-class MessageFormat(NamedTuple):
-    """What a tensor with another type, such as float32, travels as. Everything that depends on a format reads it from here.
+
+@dataclass(frozen=True)
+class MessageFormat:
+    """What the streams in one part of a message travel as: x, x̃ or δ. All that depends on a format reads it from here.
+
+    This class only rounds. Subclasses may send other elements, and factors beside them: for each tensor, for parts of one, or for
+    all tensors together, which they get in one call.
 
     Attributes:
         dtype: Name of the type of the elements.
-        pack: Returns the elements of a tensor, then its factors, before they are rounded to their types.
-        unpack: Returns a tensor of a type from the elements and factors that have arrived.
-        factors: Number of float32 factors that travel with a tensor.
         both_directions: Whether backward messages travel in this format too, and not in the type of their tensors.
     """
 
     dtype: str
-    pack: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: (tensor,)
-    unpack: Callable[[Sequence[Tensor], torch.dtype], Tensor] = lambda parts, dtype: parts[0].to(dtype)
-    factors: int = 0
     both_directions: bool = True
 
+    def elements(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        """Return the shapes of the elements, in ``dtype``, that travel for tensors of some shapes."""
+        return shapes
 
-def _to_bytes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tensor divided by its scale, rounded to integers from -127 to 127, and the scale, its largest magnitude / 127.
+    def factors(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        """Return the shapes of the factors, in float32, that travel with them."""
+        return ()
+
+    def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the elements for some tensors, then the factors, before they are rounded to their types."""
+        return tensors
+
+    def unpack(self, pieces: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Sequence[Tensor]:
+        """Return the tensors, in their types, from the elements and factors that have arrived."""
+        return [elements.to(dtype) for elements, dtype in zip(pieces, dtypes, strict=True)]
+
+
+class Int8(MessageFormat):
+    """Integers from -127 to 127, with one scale for each tensor: its largest magnitude, divided by 127.
 
     A value that is not finite makes the scale not finite, and so every value that arrives.
     """
-    low, high = tensor.aminmax()
-    scale = high.maximum(-low).float().view(1).div(127).clamp(min=1e-30)  # zeros have a scale, too
-    return (tensor / scale).round(), scale
+
+    def factors(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        return [(1,) for _ in shapes]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        ranges = [t.aminmax() for t in tensors]
+        scales = [high.maximum(-low).float().view(1).div(127).clamp(min=1e-30) for low, high in ranges]  # zeros have one, too
+        return [*((t / scale).round() for t, scale in zip(tensors, scales, strict=True)), *scales]
+
+    def unpack(self, pieces: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Sequence[Tensor]:
+        elements, scales = pieces[: len(dtypes)], pieces[len(dtypes) :]
+        return [(e * scale).to(dtype) for e, scale, dtype in zip(elements, scales, dtypes, strict=True)]
 
 
 MESSAGE_FORMATS = {
     "bf16": MessageFormat("bfloat16"),
-    "int8": MessageFormat(
-        "int8", _to_bytes, lambda parts, dtype: (parts[0] * parts[1]).to(dtype), factors=1, both_directions=False
-    ),
+    "int8": Int8("int8", both_directions=False),
 }
 """Formats by name: values of ``trainer.message_format`` and of ``Numerics.message_format``."""

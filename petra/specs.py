@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated
 
 import torch
@@ -60,32 +59,6 @@ class TensorSpec:
         """Size of the tensor in bytes, in ``dtype``."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
-    @cached_property
-    def packed(self) -> tuple[TensorSpec, ...]:
-        """Specs of what travels between stages: the tensor itself, or its elements and factors in a format."""
-        if self.message_format is None:
-            return (self,)
-        found = MESSAGE_FORMATS[self.message_format]
-        elements = TensorSpec(self.shape, getattr(torch, found.dtype), self.channels_last)
-        return (elements, TensorSpec((found.factors,), torch.float32)) if found.factors else (elements,)
-
-    @property
-    def message_bytes(self) -> int:
-        """Size in bytes of what travels between stages."""
-        return sum(part.bytes for part in self.packed)
-
-    def pack(self, tensor: Tensor) -> Sequence[Tensor]:
-        """Return what travels for a tensor."""
-        if self.message_format is None:
-            return (tensor,)
-        return [
-            part.to(spec.dtype) for part, spec in zip(MESSAGE_FORMATS[self.message_format].pack(tensor), self.packed, strict=True)
-        ]
-
-    def unpack(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the tensor from what has arrived."""
-        return parts[0] if self.message_format is None else MESSAGE_FORMATS[self.message_format].unpack(parts, self.dtype)
-
     def require(self, tensor: Tensor, what: str) -> None:
         """Check that a tensor has this shape and type.
 
@@ -104,8 +77,48 @@ class TensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{form}"
 
 
-MessageSpec = tuple[tuple[TensorSpec, ...], ...]
+PartSpec = tuple[TensorSpec, ...]
+MessageSpec = tuple[PartSpec, ...]
 """Specs of the tensors of a :data:`Message`, in the same nesting."""
+
+
+class PackedPart:
+    """What travels for a part of a message: its streams in their format, then the tensors that travel as they are.
+
+    Attributes:
+        specs: Specs of what travels.
+        bytes: Size in bytes of what travels.
+    """
+
+    def __init__(self, part: PartSpec) -> None:
+        streams = [(i, spec) for i, spec in enumerate(part) if spec.message_format is not None]
+        others = [(i, spec) for i, spec in enumerate(part) if spec.message_format is None]
+        self._order = sorted(range(len(part)), key=[i for i, _ in (*streams, *others)].__getitem__)
+        self._positions = [i for i, _ in streams], [i for i, _ in others]
+        self._dtypes = [spec.dtype for _, spec in streams]
+        self.specs: list[TensorSpec] = []
+        for _, spec in streams[:1]:
+            assert spec.message_format is not None
+            self._format, shapes = MESSAGE_FORMATS[spec.message_format], [own.shape for _, own in streams]
+            for shape, (_, own) in zip(self._format.elements(shapes), streams, strict=True):
+                channels_last = own.channels_last and shape == own.shape
+                self.specs.append(TensorSpec(shape, getattr(torch, self._format.dtype), channels_last))
+            self.specs += [TensorSpec(shape, torch.float32) for shape in self._format.factors(shapes)]
+        self._pieces = len(self.specs)
+        self.specs += [spec for _, spec in others]
+        self.bytes = sum(spec.bytes for spec in self.specs)
+
+    def pack(self, tensors: Streams) -> Sequence[Tensor]:
+        """Return what travels for the tensors of the part."""
+        streams, others = ([tensors[i] for i in positions] for positions in self._positions)
+        pieces = self._format.pack(streams) if streams else []
+        return [*(t.to(spec.dtype) for t, spec in zip(pieces, self.specs, strict=False)), *others]
+
+    def unpack(self, pieces: Sequence[Tensor]) -> Streams:
+        """Return the tensors of the part from what has arrived."""
+        streams = self._format.unpack(pieces[: self._pieces], self._dtypes) if self._dtypes else []
+        found = [*streams, *pieces[self._pieces :]]
+        return tuple([found[i] for i in self._order])
 
 
 def as_streams(value: Tensor | Sequence[Tensor]) -> Streams:

@@ -22,6 +22,7 @@ from petra.cost_model.machines import synchronized_time
 from petra.engine.endpoints import DataSource
 from petra.engine.options.compile import compile_block
 from petra.engine.recipe import OptimizerFactory
+from petra.message_formats import MESSAGE_FORMATS, MessageFormat
 from petra.reversible import derive_seed
 from petra.settings import TransportName
 from petra.specs import as_streams
@@ -100,6 +101,12 @@ Peer = Callable[[Setting, Batches], Contestant]
 """Builds a contestant in this process. Every process must call it."""
 
 
+def message_type(numerics: Numerics) -> torch.dtype:
+    """Return the type in which other libraries send streams: that of a format that only rounds, otherwise float32."""
+    found = MESSAGE_FORMATS.get(numerics.message_format or "")
+    return getattr(torch, found.dtype) if type(found) is MessageFormat else torch.float32
+
+
 class FormattedBlock(nn.Module):
     """A block that takes and returns tuples or single tensors, and computes in the type and memory format of ``numerics``.
 
@@ -110,7 +117,8 @@ class FormattedBlock(nn.Module):
 
     def __init__(self, block: nn.Module, numerics: Numerics, receives: bool, sends: bool) -> None:
         super().__init__()
-        self.block, self.numerics, self.receives, self.sends = block, numerics, receives, sends
+        self.block, self.numerics, self.receives = block, numerics, receives
+        self.sent = message_type(numerics) if sends else torch.float32
         own = torch.channels_last if numerics.channels_last else torch.contiguous_format
         self.entry = own, torch.contiguous_format if receives else own
         self.exit = torch.contiguous_format if sends else own, own
@@ -120,8 +128,7 @@ class FormattedBlock(nn.Module):
         x = tuple(t.float() for t in x) if self.receives else x  # messages may have another type
         with torch.autocast(x[0].device.type, autocast, enabled=autocast is not None):
             y = as_streams(self.block(*_formatted(x, *self.entry)))
-        sent = torch.bfloat16 if self.sends and self.numerics.message_format == "bf16" else torch.float32
-        y = tuple(t.to(sent) for t in _formatted(y, *self.exit))
+        y = tuple(t.to(self.sent) for t in _formatted(y, *self.exit))
         return y if len(y) > 1 else y[0]
 
 
@@ -220,7 +227,7 @@ def replicas(setting: Setting, batches: Batches) -> Contestant:
     layers = setting.layers(range(len(setting.plan.model.blocks)), divided=False)
     devices = [setting.device] if setting.device.type == "cuda" else None
     module = DistributedDataParallel(setting.chained(layers), devices, broadcast_buffers=False, gradient_as_bucket_view=True)
-    if setting.plan.numerics.message_format is not None:
+    if message_type(setting.plan.numerics) is torch.bfloat16:
         module.register_comm_hook(None, bf16_compress_hook)
     own = range(setting.rank, setting.plan.k, dist.get_world_size())
     return setting.run(layers, _plain_update(setting, batches, module, own))

@@ -27,7 +27,7 @@ from petra.plan import Plan
 
 from ..runtime.agent import this_process
 from ..runtime.machine import LOOPBACK
-from .contestants import Batches, Contestant, Peer, Setting, one_device, petra, replicas, torch_schedule
+from .contestants import Batches, Contestant, Peer, Setting, message_type, one_device, petra, replicas, torch_schedule
 
 
 class Workload(NamedTuple):
@@ -151,7 +151,7 @@ def details(run: Contestant, device: torch.device, updates: int, seconds: float,
 def message_bytes(name: str, plan: Plan, world: int) -> float:
     """Return the bytes per microbatch that cross the busiest connection of a contestant, in both directions."""
     if name == "torch DDP":  # all-reduce in a ring
-        return 2 * (world - 1) / world * (2 if plan.numerics.message_format else 4) * plan.parameters / plan.k
+        return 2 * (world - 1) / world * message_type(plan.numerics).itemsize * plan.parameters / plan.k
     sizes = [
         (boundary.forward_bytes, boundary.backward_bytes if name == "PETRA" else boundary.forward_bytes)
         for boundary in plan.boundaries

@@ -20,7 +20,7 @@ from petra.method import Weights
 from petra.plan import Plan
 from petra.plan.messages import returns_activations
 from petra.plan.timetable import PeriodicRounds, Round, Timetable
-from petra.specs import MessageSpec, TensorSpec
+from petra.specs import MessageSpec, PackedPart, TensorSpec
 
 Numbers = NDArray[np.int64]
 WORKSPACE = 32 * 2**20
@@ -182,7 +182,7 @@ def _states(
 
 def _held(message: MessageSpec, remote: bool) -> int:
     """Return the bytes of a message that waits: inside a process it is in the type in which stages compute."""
-    return sum(spec.message_bytes if remote else spec.bytes for part in message for spec in part)
+    return sum(PackedPart(part).bytes if remote else sum(spec.bytes for spec in part) for part in message)
 
 
 def _column(stages: Sequence[StageMemory], name: str) -> Numbers:

@@ -11,7 +11,7 @@ import torch
 from petra.message_formats import MESSAGE_FORMATS
 from petra.method import Keep
 from petra.settings import Numerics
-from petra.specs import MessageSpec, TensorSpec, is_side
+from petra.specs import MessageSpec, PackedPart, TensorSpec, is_side
 
 
 class Boundary(NamedTuple):
@@ -29,12 +29,12 @@ class Boundary(NamedTuple):
     @property
     def forward_bytes(self) -> int:
         """Size of a forward message in bytes."""
-        return sum(spec.message_bytes for part in self.forward for spec in part)
+        return sum(PackedPart(part).bytes for part in self.forward)
 
     @property
     def backward_bytes(self) -> int:
         """Size of a backward message in bytes, without the report; 0 if it has no gradient."""
-        return sum(spec.message_bytes for part in self.backward[:-1] for spec in part)
+        return sum(PackedPart(part).bytes for part in self.backward[:-1])
 
     def __str__(self) -> str:
         forward, backward = (", ".join(str(spec) for part in message for spec in part) for message in self)

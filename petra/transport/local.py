@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from petra.specs import Message, MessageSpec, in_own_memory
-from petra.transport.packing import rounded_to_formats
+from petra.specs import Message, MessageSpec, PackedPart, in_own_memory
 from petra.transport.port import Transport, WrappedPort
 
 
@@ -13,12 +12,15 @@ class LocalPort:
     """A port whose neighbour is in the same process."""
 
     def __init__(self, spec: MessageSpec, outgoing: deque[Message], incoming: deque[Message]) -> None:
-        self._spec, self._outgoing, self._incoming = spec, outgoing, incoming
-        self._rounds = any(tensor.message_format is not None for part in spec for tensor in part)
+        self._outgoing, self._incoming = outgoing, incoming
+        rounds = any(tensor.message_format is not None for part in spec for tensor in part)
+        self._parts = [PackedPart(part) for part in spec] if rounds else []
 
     def send(self, m: int, message: Message) -> None:
         """See :class:`petra.transport.Port`."""
-        self._outgoing.append(rounded_to_formats(message, self._spec) if self._rounds else message)
+        if self._parts:
+            message = tuple([part.unpack(part.pack(tensors)) for part, tensors in zip(self._parts, message, strict=True)])
+        self._outgoing.append(message)
 
     def receive(self, m: int) -> Message:
         """See :class:`petra.transport.Port`."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from petra.specs import REPORT, Message, MessageSpec, TensorSpec, is_side
+from petra.specs import REPORT, Message, MessageSpec, PackedPart, TensorSpec, is_side
 
-Views = list[list[list[Tensor]]]  # what travels for each tensor of each part of a message
+Views = list[list[Tensor]]  # what travels for each part of a message
 _ALIGNMENT = 64
 """Alignment of each tensor in bytes. Kernels choose their code path by alignment, and results must not depend on the transport."""
 
@@ -45,11 +45,11 @@ class Packing:
 
     def __init__(self, spec: MessageSpec, device: torch.device, route: str) -> None:
         self.spec, self.device, self.route = spec, device, route
-        packed = [piece for part in spec for tensor in part for piece in tensor.packed]
-        padded = [-(-piece.bytes // _ALIGNMENT) * _ALIGNMENT for piece in packed]
-        *starts, self.bytes = accumulate(padded, initial=0)
+        self._parts = [PackedPart(part) for part in spec]
+        packed = [piece for part in self._parts for piece in part.specs]
+        *starts, self.bytes = accumulate((-(-piece.bytes // _ALIGNMENT) * _ALIGNMENT for piece in packed), initial=0)
         places = iter(starts)
-        self._places = [[[_Place.of(piece, next(places)) for piece in tensor.packed] for tensor in part] for part in spec]
+        self._places = [[_Place.of(piece, next(places)) for piece in part.specs] for part in self._parts]
         self._dtypes = {piece.dtype for piece in packed}
         self._free: list[tuple[Tensor, Views]] = []
         self._sent: dict[int, Views] = {}
@@ -69,11 +69,11 @@ class Packing:
             self._free.append((new, self._views(new)))
         buffer, views = self._free.pop()
         self._sent[id(buffer)] = views
-        for targets, sources, specs in zip(views, message, self.spec, strict=True):
-            for pieces, source, spec in zip(targets, sources, specs, strict=True):
+        for targets, part, sources, specs in zip(views, self._parts, message, self.spec, strict=True):
+            for source, spec in zip(sources, specs, strict=True):
                 spec.require(source, self.route)  # copy_ would broadcast or round it silently
-                for target, piece in zip(pieces, spec.pack(source), strict=True):
-                    target.copy_(piece)
+            for target, piece in zip(targets, part.pack(sources), strict=True):
+                target.copy_(piece)
         return buffer
 
     def release(self, buffer: Tensor) -> None:
@@ -85,20 +85,10 @@ class Packing:
 
         A report is a copy: it travels on to the first stage, and a view would keep the whole message alive. So are side tensors.
         """
-        views = zip(self._views(buffer), self.spec, strict=True)
-        message = [[spec.unpack(pieces) for pieces, spec in zip(part, specs, strict=True)] for part, specs in views]
+        message = [part.unpack(pieces) for part, pieces in zip(self._parts, self._views(buffer), strict=True)]
         streams = (tuple(t.clone() if is_side(t) else t for t in part) for part in message[:REPORT])
         return (*streams, *(tuple(t.clone() for t in part) for part in message[REPORT:]))
 
     def _views(self, buffer: Tensor) -> Views:
         typed = {dtype: buffer.view(dtype) for dtype in self._dtypes}
-        return [
-            [[typed[p.dtype].as_strided(p.shape, p.strides, p.offset) for p in places] for places in part] for part in self._places
-        ]
-
-
-def rounded_to_formats(message: Message, spec: MessageSpec) -> Message:
-    """Return what a receiver would get if the message travelled in the formats of ``spec``."""
-    return tuple(
-        tuple(s.unpack(s.pack(t)) for t, s in zip(part, specs, strict=True)) for part, specs in zip(message, spec, strict=True)
-    )
+        return [[typed[p.dtype].as_strided(p.shape, p.strides, p.offset) for p in places] for places in self._places]

@@ -1,15 +1,18 @@
 """Messages between stages: packing, smaller types, memory, and receives of the edge transport, with fake handles."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from petra import Keep, ModelError, Numerics
 from petra.cost_model.costs import count_blocks, pipeline_costs
 from petra.errors import CommunicationError
+from petra.message_formats import MESSAGE_FORMATS, MessageFormat, Shape
 from petra.plan.messages import Boundary, boundary
 from petra.plan.timetable import Op, Step
 from petra.specs import TensorSpec
@@ -95,6 +98,38 @@ def test_int8_travels_forward_with_one_scale_per_tensor() -> None:
     assert not arrived[1].isfinite().any()
     costs = pipeline_costs([[b] for b in count_blocks(mixed_net(), RandomSource().spec, numerics)], [[Keep.INPUT]] * 6)
     assert costs[1].forward_bytes < costs[2].backward_bytes / 7  # float64
+
+
+class Float8(MessageFormat):
+    """Elements in float8, with one scale for all streams of a message."""
+
+    def factors(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
+        return [()]
+
+    def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        scale = torch.stack([t.abs().max() for t in tensors]).max() / 448
+        return [*(t / scale for t in tensors), scale]
+
+    def unpack(self, pieces: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Sequence[Tensor]:
+        *elements, scale = pieces
+        return [e.to(dtype) * scale for e, dtype in zip(elements, dtypes, strict=True)]
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_format_may_have_one_scale_per_message(channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MESSAGE_FORMATS, "float8", Float8("float8_e4m3fn", both_directions=False))
+    numerics, image = Numerics(message_format="float8", channels_last=channels_last), TensorSpec((2, 3, 5, 4), torch.float32)
+    found = boundary([image, image, TensorSpec((2,), torch.int64)], Keep.INPUT, numerics, metrics=1)
+    assert (found.forward_bytes, found.backward_bytes) == (2 * 120 + 4 + 16, 2 * 4 * 120)
+    x, side = torch.randn(2, 2, 3, 5, 4), torch.tensor([3, 4])
+    packing, (downstream, upstream) = Packing(found.forward, CPU, "test"), local_boundary(*found)
+    downstream.send(0, ((x[0], x[1] / 8, side),))
+    (received,) = packing.unpack(packing.pack(((x[0], x[1] / 8, side),)))
+    assert_equal(upstream.receive(0)[0], received)
+    scale = max(x[0].abs().max(), x[1].abs().max() / 8) / 448
+    assert torch.equal(received[1], (x[1] / 8 / scale).to(torch.float8_e4m3fn).float() * scale)
+    assert torch.equal(received[2], side)
+    assert received[0].is_contiguous(memory_format=torch.channels_last) == channels_last
 
 
 def test_what_is_passed_on_inside_a_process_owns_its_memory() -> None:
