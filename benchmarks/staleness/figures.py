@@ -110,7 +110,9 @@ def best(records: Records, count: int = 3) -> str:
     found = {
         cell.name: (final(records[cell.name]), final_runs(records[cell.name])[0]["staleness"])
         for cell in CELLS
-        if cell.name in records and (cell.stages, cell.model, cell.remedy == "fitted") == (16, "revgpt", False)
+        if cell.name in records
+        and final(records[cell.name])
+        and (cell.stages, cell.model, cell.remedy == "fitted") == (16, "revgpt", False)
     }
     for limit in (1.0, 4.0):
         stale = {name: losses for name, (losses, staleness) in found.items() if len(losses) > 2 and 0 < staleness <= limit}

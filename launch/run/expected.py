@@ -166,20 +166,40 @@ def note(setup: Setup) -> list[str]:
     own = expected(setting, at)
     if own is None or own.above <= task.noticeable:
         return []
-    options: list[tuple[float, str]] = []
-    for other in measured():
-        if (other.task, other.keep, other.weights) != (setting.task, setting.keep, setting.weights):
-            continue
-        for share, words in ((1.0, []), *([(0.5, ["method.delay=1"])] if plan.method.delay == 2 else [])):
-            found = expected(other, share * at)
-            if found is not None and found.loss < own.loss:
-                options.append((found.loss, f"{' '.join([*_words(other, setting), *words])}: {shown(found, setting.task)}"))
     remedy = "" if setting.remedy == "none" else f" and {setting.remedy}"
-    less = f"; {min(options)[1]}" if options else ""
+    most = ", the most that was measured," if staleness > largest else ""
     return [
         f"note: staleness of {staleness:.3g} updates with {setting.optimizer}{remedy}. In the benchmark ({task.what}), "
-        f"{at:.3g} updates ended {shown(own, setting.task)} above exact gradients{less} ({PAGE})"
+        f"{at:.3g} updates{most} ended {shown(own, setting.task)} above exact gradients"
+        f"{_better(setup, setting, staleness, own)} ({PAGE})"
     ]
+
+
+def _better(setup: Setup, setting: Setting, staleness: float, own: Expected) -> str:
+    """Return the keys of the best setting, of those with the largest staleness at which one loses at most half as much."""
+    halving: list[list[str]] = [[]]
+    if setting.weights is not Weights.DOUBLE:  # whose staleness is always 1
+        halving += [words for words in (_halved(setup, 2), _halved(setup, 4)) if words]
+    for share, fresher in enumerate(halving):
+        options = []
+        for other in measured():
+            if (other.task, other.keep, other.weights) == (setting.task, setting.keep, setting.weights):
+                found = expected(other, min(staleness / 2**share, max(measured()[setting])))
+                if found is not None and found.above <= own.above / 2 and found.loss < own.loss:
+                    options.append((found.loss, f"; {' '.join([*_words(other, setting), *fresher])}: {shown(found, setting.task)}"))
+        if options:
+            return min(options)[1]
+    return ""
+
+
+def _halved(setup: Setup, divisor: int) -> list[str]:
+    """Return keys with which staleness is a fraction, and updates have as many samples; none if microbatches can't be so small."""
+    config, words = setup.config, list[str]()
+    if setup.plan.method.delay == 2:
+        words, divisor = ["method.delay=1"], divisor // 2
+    if config.data.batch_size % divisor:
+        return []
+    return words if divisor == 1 else [*words, f"k={divisor * config.k}", f"data.batch_size={config.data.batch_size // divisor}"]
 
 
 def _words(other: Setting, setting: Setting) -> list[str]:
