@@ -121,7 +121,8 @@ class Pipeline:
         self.measures: list[Callable[[], Mapping[str, Any]]] = []
         loss_port, self.replicas = LossPort, replicas
         if plan.layout.dp > 1:
-            from petra.engine.options.replicas import Replicas, ShareLossPort
+            from petra.engine.options.replicas import Replicas
+            from petra.engine.options.shares import ShareLossPort
 
             loss_port = ShareLossPort
         self.loss_port = loss_port(self.device, recipe.losses, recipe.metrics)

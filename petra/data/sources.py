@@ -158,8 +158,8 @@ class TrainSource(_Source):
 
 
 class EvalSource(_Source):
-    """Source of test data: the test samples in their order. The last microbatch is padded to ``batch_size`` with
-    the last sample, whose targets are -100.
+    """Source of test data: the test samples in their order. The last microbatch is padded to ``batch_size`` with copies of the last
+    sample. An evaluation leaves them out (:meth:`real_rows`).
 
     Args:
         dataset: Data set whose test split is read, or a split.
@@ -167,13 +167,12 @@ class EvalSource(_Source):
         workers, share, timeout: As for :class:`TrainSource`.
 
     Attributes:
-        batches: Number of microbatches.
+        batches, batch_size: Number of microbatches, and of the rows of each.
         bytes_per_target: As :attr:`petra.data.Dataset.bytes_per_target`.
         unit: What a target is counted as in records: ``images``, ``tokens`` or ``pixels``.
 
     Raises:
-        ConfigError: If ``batch_size`` is not an integer >= 1, if padding is needed but targets are not integers, or if another
-            argument is not accepted.
+        ConfigError: If ``batch_size`` is not an integer >= 1, or if another argument is not accepted.
     """
 
     def __init__(
@@ -181,22 +180,23 @@ class EvalSource(_Source):
     ) -> None:
         require(isinstance(batch_size, Integral) and batch_size >= 1, "data.batch_size", "an integer >= 1", batch_size)
         split = _split(dataset, "test")
-        whole = split.integer_targets or split.count % batch_size == 0
-        expected = f"a divisor of the {split.count} test samples (the loss can't ignore padding rows unless targets are integers)"
-        require(whole, "data.batch_size", expected, batch_size)
         self.batches = -(-split.count // batch_size)
         self.bytes_per_target: float | None = getattr(dataset, "bytes_per_target", None)
         self.unit = "images"
-        self._batch_size, self._padding = batch_size, self.batches * batch_size - split.count
+        self.batch_size, self._padding, self._marks = batch_size, self.batches * batch_size - split.count, split.integer_targets
         rows = torch.arange(self.batches * batch_size).clamp(max=split.count - 1).view(self.batches, batch_size)
         super().__init__(split, lambda m: (rows[m], None), workers, share, timeout, self.batches)
 
+    def real_rows(self, m: int) -> int:
+        """Return the number of samples of microbatch ``m``. Its other rows are padding."""
+        return self.batch_size - (self._padding if m == self.batches - 1 else 0)
+
     def targets(self, m: int) -> Tensor:
-        """Return the targets of microbatch ``m``, of shape (B,), (B·T,) or (B, H, W), with -100 in padding rows."""
+        """Return the targets of microbatch ``m``: (B,), (B·T,) or (B, H, W). Padding rows have -100 if targets are integers."""
         targets = super().targets(m)
-        if m < self.batches - 1 or not self._padding:
+        if self.real_rows(m) == self.batch_size or not self._marks:
             return targets
-        masked = targets.reshape(self._batch_size, -1).clone()
+        masked = targets.reshape(self.batch_size, -1).clone()
         masked[-self._padding :] = IGNORED
         return masked.view_as(targets)
 

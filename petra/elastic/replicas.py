@@ -21,11 +21,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from petra.elastic.membership import Membership
 from petra.engine.endpoints import DataSource
 from petra.engine.options.replicas import AllReduces, Replicas
+from petra.engine.options.shares import Parts, parts_of, real_rows
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hook, Hooks
 from petra.plan.layout import Layout
-from petra.specs import IGNORED
 from petra.torch_private import default_group_timeout
 from petra.training import Trainer
 from petra.transport import Transport
@@ -188,15 +188,29 @@ class DealtShares:
 
     def __init__(self, source: DataSource, layout: Layout, position: int, size: int, microbatches: int) -> None:
         self._source, self._dp, self._position, self._size = source, layout.dp, position, size
-        self._shares = microbatches * layout.dp
+        self._shares, self.batch_size = microbatches * layout.dp, layout.inputs.shape[0]
 
     def inputs(self, m: int) -> Tensor:
         return self._part(self._source.inputs, m)
 
     def targets(self, m: int) -> Tensor:
-        targets = self._part(self._source.targets, m)
-        return targets if m * self._size + self._position < self._shares else targets.new_full(targets.shape, IGNORED)
+        return self._part(self._source.targets, m)
+
+    def real_rows(self, m: int) -> int:
+        """Return the number of rows of a share that are no padding: none if there are no shares left for this replica."""
+        joint, part = self._place(m)
+        left = m * self._size + self._position < self._shares
+        return real_rows(self._source, joint, self._dp, self.batch_size)[part] if left else 0
+
+    def parts(self, m: int) -> Parts:
+        """Return the targets of all shares of the microbatch that a share belongs to."""
+        joint, part = self._place(m)
+        chunks = self._source.targets(joint).chunk(self._dp)
+        return parts_of(self._source, joint, chunks, self.batch_size, range(self._dp), part)
 
     def _part(self, read: Callable[[int], Tensor], m: int) -> Tensor:
-        joint, part = divmod(min(m * self._size + self._position, self._shares - 1), self._dp)
+        joint, part = self._place(m)
         return read(joint).chunk(self._dp)[part]
+
+    def _place(self, m: int) -> tuple[int, int]:
+        return divmod(min(m * self._size + self._position, self._shares - 1), self._dp)

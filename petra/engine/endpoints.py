@@ -18,8 +18,14 @@ from petra.torch_private import storage_key, vector_jacobian_products
 Read = Callable[[int], Tensor]
 """Function of a microbatch that returns a tensor."""
 Loss = Callable[..., Tensor]
-"""Function of (output, targets) that returns the mean over the targets that are not ignored. One with an attribute ``outputs``, a
-tuple of numbers, is called with that many outputs of the last block, side tensors included, before the targets."""
+"""Function of (output, targets) that returns the mean over the targets that are not ignored. Attributes that it may have:
+
+* ``outputs``, a tuple of numbers: it is called with that many outputs of the last block, side tensors included, before
+  the targets.
+* ``outputs_with_rows``: how many of these, from the first, have rows; by default all. The others are weights, for example.
+* ``mean_over_targets``: True if each target that is not -100 has the same weight. With replicas, another loss is computed for the
+  targets of all replicas at each microbatch, to find the weight of a share; so is one without this attribute.
+"""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,20 @@ class RefetchSource(DataSource, Protocol):
 
         Called for the same microbatches in the same order as :meth:`inputs`, but later.
         """
+
+
+@runtime_checkable
+class PaddedSource(DataSource, Protocol):
+    """Data source some of whose microbatches end with padding rows. Loss and metrics of an evaluation get the rows before these.
+
+    Attributes:
+        batch_size: Number of rows of each microbatch.
+    """
+
+    batch_size: int
+
+    def real_rows(self, m: int) -> int:
+        """Return the number of rows of microbatch ``m`` that are no padding."""
 
 
 def require_source(data: object, microbatches: int, *, refetches: bool) -> None:
@@ -177,6 +197,7 @@ class LossPort:
         self.device, self.losses, self.metrics = device, losses, dict(metrics)
         self._scalars = [name for name, metric in metrics.items() if size_of(metric) == 1]  # slow to find out
         self.data: DataSource | None = None
+        self._padded: PaddedSource | None = None
         self._pending: dict[int, Message] = {}
         self._training = True
         self.totals = torch.zeros(2 + sum(map(size_of, metrics.values())), dtype=torch.float64, device=device)
@@ -188,23 +209,44 @@ class LossPort:
         self.data = data
         self._read = (lambda m: read(m).clone()) if self.device.type == "cpu" else read  # a loss may change them
         self._training = training
+        self._padded = None if training or not isinstance(data, PaddedSource) else data
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""
         (output,) = message
         targets, versions = self._read(m), [t._version for t in output]
+        if self._padded is not None and (rows := self._padded.real_rows(m)) < self._padded.batch_size:
+            output, targets = self._without_padding(output, targets, rows, self._padded.batch_size)
+            if not rows:
+                return
         count = count_targets(targets)
         if self._training:
-            loss, gradients = _loss_and_gradients(self.losses.training, output, targets, count)
-            self._pending[m] = (without_side(output), gradients, (self._report(output, targets, loss, count),))
+            loss, gradients = loss_and_gradients(self.losses.training, output, targets, count)
+            gradients, report = self._of_share(m, output, gradients, self._report(output, targets, loss, count))
+            self._pending[m] = (without_side(output), gradients, (report,))
         else:
-            self.totals += self._report(output, targets, _value(self.losses.evaluation, output, targets), count)
+            report = self._report(output, targets, _value(self.losses.evaluation, output, targets), count)
+            self.totals += self._of_share(m, output, (), report)[1]
         unchanged = versions == [t._version for t in output]
         require(unchanged, "loss and metrics", "functions that leave the output as it is", "one that changes it", ModelError)
 
     def receive(self, m: int) -> Message:
         """Return the backward message of microbatch ``m``."""
         return self._pending.pop(m)
+
+    def _of_share(self, m: int, output: Streams, gradients: Streams, report: Tensor) -> tuple[Streams, Tensor]:
+        """Return gradients and report of a whole microbatch as they are. Those of a share are weighted."""
+        return gradients, report
+
+    def _without_padding(self, output: Streams, targets: Tensor, rows: int, batch_size: int) -> tuple[Streams, Tensor]:
+        """Return the first ``rows`` of ``batch_size`` rows. Outputs that a loss declares to have no rows, such as weights, stay."""
+        count = getattr(self.losses.evaluation, "outputs_with_rows", len(output))
+        for t in output[:count]:
+            expected = f"{batch_size} or {len(targets)} rows, some of which are padding (or a batch size that needs none)"
+            fits = t.dim() > 0 and len(t) in (batch_size, len(targets))
+            require(fits, "output of the last block", expected, TensorSpec(tuple(t.shape), t.dtype), ModelError)
+        kept = tuple(t[: len(t) * rows // batch_size] if i < count else t for i, t in enumerate(output))
+        return kept, targets[: len(targets) * rows // batch_size]
 
     def _report(self, output: Streams, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
         metrics = {name: metric(*output, targets) for name, metric in self.metrics.items()}
@@ -246,7 +288,7 @@ def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
     return value
 
 
-def _loss_and_gradients(loss: Loss, output: Streams, targets: Tensor, count: Tensor) -> tuple[Tensor, Streams]:
+def loss_and_gradients(loss: Loss, output: Streams, targets: Tensor, count: Tensor) -> tuple[Tensor, Streams]:
     """Return the loss of one microbatch and its gradients with respect to the output, all detached; 0 if no target counts."""
     output = tuple(t.requires_grad_(t.is_floating_point()) for t in detached(output))
     streams = without_side(output)

@@ -43,3 +43,6 @@ def bootstrapped_cross_entropy(output: Tensor, targets: Tensor, *, fraction: flo
     selected = torch.arange(ordered.shape[1], device=ordered.device) < hardest
     means = torch.where(selected, ordered, 0.0).sum(1, keepdim=True) / hardest.clamp(min=1)
     return (means * pixels).sum() / pixels.sum()
+
+
+bootstrapped_cross_entropy.mean_over_targets = True  # type: ignore[attr-defined]

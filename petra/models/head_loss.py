@@ -83,6 +83,8 @@ class LinearCrossEntropy:
     """
 
     outputs: ClassVar[tuple[int, ...]] = (2, 3)
+    outputs_with_rows: ClassVar[int] = 1
+    mean_over_targets: ClassVar[bool] = True
     label_smoothing: Annotated[float, ">= 0 and <= 1"] = 0.0
     rows: Annotated[int, ">= 1"] = 64
     dtype: torch.dtype | None = None

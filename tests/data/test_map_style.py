@@ -118,7 +118,6 @@ test_wrong_data_sets_are_one_clear_error = refuses(
     (lambda: from_dataset(TensorDataset(INPUTS)), f"{PAIR}['Tensor']"),
     (lambda: from_dataset(Rows(), lambda _: (INPUTS[:2], TARGETS[:1])), "inputs with a row for each of 1 samples, got "),
     (lambda: from_dataset(Rows(), torch.stack), "collate: failed for samples 0 (TypeError: expected Tensor as element 0"),  # type: ignore[arg-type]
-    (lambda: EvalSource(from_dataset(TensorDataset(INPUTS, INPUTS)), 4), "data.batch_size: expected a divisor of the 23 test"),
     kind=(ConfigError, DataError),
 )
 

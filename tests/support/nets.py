@@ -139,15 +139,20 @@ def sgd(module: nn.Module, lr: float = 0.05) -> torch.optim.SGD:
 
 
 def train_plainly(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: DataSource, microbatches: int, k: int = 1
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: DataSource,
+    microbatches: int,
+    k: int = 1,
+    loss: Callable[..., Tensor] = F.cross_entropy,
 ) -> list[float]:
     """Train with ordinary autograd: one update for each ``k`` microbatches. Return the loss of each microbatch."""
     losses = []
     optimizer.zero_grad()
     for m in range(microbatches):
-        loss = F.cross_entropy(model(data.inputs(m)), data.targets(m))
-        (loss / k).backward()
-        losses.append(loss.item())
+        value = loss(model(data.inputs(m)), data.targets(m))
+        (value / k).backward()
+        losses.append(value.item())
         if (m + 1) % k == 0:
             optimizer.step()
             optimizer.zero_grad()

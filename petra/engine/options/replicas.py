@@ -15,17 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from petra.engine.endpoints import DataSource, LossPort, RefetchSource
-from petra.engine.metrics import count_targets
+from petra.engine.endpoints import DataSource, RefetchSource
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.optimizer_state import Kinds
+from petra.engine.options.shares import Parts, parts_of, real_rows
 from petra.engine.update import Part, Pending
 from petra.engine.worker import Worker
 from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.layout import Layout
 from petra.reversible import running_statistics
-from petra.specs import Message
 from petra.torch_private import default_group_timeout
 from petra.transport import Transport
 from petra.transport.port import locate_errors
@@ -43,8 +42,8 @@ class Share:
 
     def __init__(self, source: DataSource, layout: Layout, replica: int, members: Sequence[int]) -> None:
         self._source, self._rows, self._replica, self._dp = source, layout.inputs.shape[0], replica, layout.dp
-        self._members = members
-        self._weights: dict[int, float] = {}
+        self._members, self.batch_size = members, layout.inputs.shape[0]
+        self._parts: dict[int, Parts] = {}
 
     def inputs(self, m: int) -> Tensor:
         return self._own(self._source.inputs(m))
@@ -55,37 +54,25 @@ class Share:
 
     def targets(self, m: int) -> Tensor:
         joint = self._source.targets(m)
-        counts = {member: int(count_targets(joint.chunk(self._dp)[member])) for member in self._members}
-        self._weights[m] = counts[self._replica] / max(sum(counts.values()), 1)
+        self._parts[m] = parts_of(self._source, m, joint.chunk(self._dp), self.batch_size, self._members, self._replica)
         return self._part(joint)
 
-    def weight(self, m: int) -> float:
-        """Return the fraction of microbatch m's counted targets that are in this share, once, after they were read.
+    def real_rows(self, m: int) -> int:
+        """Return the number of rows of this share of microbatch ``m`` that are no padding."""
+        return real_rows(self._source, m, self._dp, self.batch_size)[self._replica]
+
+    def parts(self, m: int) -> Parts:
+        """Return the targets of all shares of microbatch ``m``, once, after they were read.
 
         Reading them again would restart workers that prepare targets, and on a GPU another thread may be reading.
         """
-        return self._weights.pop(m)
+        return self._parts.pop(m)
 
     def _own(self, x: Tensor) -> Tensor:
         return self._part(x) if len(x) == self._dp * self._rows else x
 
     def _part(self, joint: Tensor) -> Tensor:
         return joint.chunk(self._dp)[self._replica]
-
-
-class ShareLossPort(LossPort):
-    """Loss of one replica's share. δ is multiplied by the fraction of the microbatch's targets that are in the share.
-
-    The sum of gradients over replicas is then the gradient of the mean loss of the whole microbatch.
-    """
-
-    def send(self, m: int, message: Message) -> None:
-        super().send(m, message)
-        if not self._training:
-            return
-        output, gradients, report = self._pending[m]
-        assert isinstance(self.data, Share)
-        self._pending[m] = output, tuple(self.data.weight(m) * gradient for gradient in gradients), report
 
 
 class AllReduces:
