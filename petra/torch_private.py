@@ -60,6 +60,11 @@ def version_counter(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of another one, as autograd sees it."""
+    return tensor._is_view()
+
+
 def is_transformed() -> bool:
     """Return whether the code runs inside a transform of ``torch.func`` or is traced by ``torch.jit.trace``."""
     return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None

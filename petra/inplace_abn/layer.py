@@ -21,13 +21,16 @@ from torch.nn import functional as F
 from petra.errors import first_line, require
 from petra.inplace_abn.normalise import away_from_zero, check_input, normalise, normalise_backward
 from petra.models.layers import LEAK
-from petra.torch_private import NormBase
+from petra.torch_private import NormBase, is_view
 
 
 class InPlaceABN(NormBase):
     """Batch normalisation and activation: z = φ(γ x̂ + β), where x̂ is the normalised input (B, C, ...). Overwrites the input.
 
-    No other operation may need the input. Place the layer after a convolution, whose backward does not use its own output.
+    No other operation may need the input. Place the layer after a convolution, whose backward does not use its own output. An
+    operation that reads the input afterwards raises an error, and so does the backward pass of one that has stored it. Only
+    results of operations that autograd records are overwritten: no data of the caller, no views, and nothing in evaluation
+    without gradients, where nothing is stored.
 
     Parameters, buffers and state dictionary are those of :class:`torch.nn.BatchNorm2d`, and so are results as long as
     |γ| >= ``eps``. Smaller γ are replaced by ±``eps``, since the affine map would not be invertible. They still get their
@@ -67,7 +70,10 @@ class InPlaceABN(NormBase):
     def forward(self, x: Tensor) -> Tensor:
         """Return z, in the memory of ``x`` if ``overwrite`` is set."""
         check_input(self, x, self.group, alone=not (self.synchronized and x.is_meta))  # a model is profiled before it has a group
-        z: Tensor = _InPlaceABN.apply(self, x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        overwrite = self.overwrite and torch.is_grad_enabled() and x.grad_fn is not None and not is_view(x)
+        z: Tensor = _InPlaceABN.apply(self, overwrite, x, self.weight, self.bias)  # type: ignore[no-untyped-call]
+        if overwrite and type(x) is Tensor and not torch.compiler.is_compiling():
+            x.__class__ = Overwritten
         return z
 
     def join_replicas(self, group: dist.ProcessGroup) -> None:
@@ -79,6 +85,30 @@ class InPlaceABN(NormBase):
         return f"{super().extra_repr()}, slope={self.slope}"  # type: ignore[no-untyped-call]
 
 
+ATTRIBUTES = {"__get__", "__hash__", "__len__", "data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point"}
+ATTRIBUTES |= {"is_inference", "numel", "register_hook", "size", "stride", "type", "untyped_storage"}
+"""Functions of a tensor that don't read its values. ``__get__`` reads an attribute."""
+
+
+class Overwritten(Tensor):
+    """A tensor that :class:`InPlaceABN` has overwritten. Its shape and other attributes can be read, but not its values."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Evaluate a function that reads an attribute.
+
+        Raises:
+            RuntimeError: If the function is another one.
+        """
+        name = func.__name__
+        if name in ATTRIBUTES:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            f"{name} reads a tensor that has been modified by an inplace operation: InPlaceABN has written its output over its "
+            "input; give that layer overwrite=False"
+        )
+
+
 def norm_act(channels: int, activation: str | None, overwrite: bool, *, synchronized: bool = False) -> list[nn.Module]:
     """Build the layer for :data:`petra.models.layers.NORMS`."""
     norm = InPlaceABN(channels, 1.0 if activation is None else LEAK, overwrite=overwrite, synchronized=synchronized)
@@ -88,15 +118,13 @@ def norm_act(channels: int, activation: str | None, overwrite: bool, *, synchron
 
 class _InPlaceABN(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: InPlaceABN, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, layer: InPlaceABN, overwrite: bool, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         # Copies: backward needs these values even if an optimizer changes the parameters in between.
         scale, shift = away_from_zero(weight, layer.eps), bias.clone()
-        z = x if layer.overwrite else torch.empty_like(x)
+        z = x.detach() if overwrite else torch.empty_like(x)  # shares memory and version counter, so autograd sees the change
         ctx.layer, ctx.statistics = layer, normalise(layer, x, z, scale, shift, layer.group)
         if layer.slope != 1:
             F.leaky_relu_(z, layer.slope)
-        if layer.overwrite:
-            ctx.mark_dirty(x)
         ctx.save_for_backward(z, scale, shift, weight)
         return z
 
@@ -106,13 +134,13 @@ class _InPlaceABN(torch.autograd.Function):
         slope, statistics = ctx.layer.slope, ctx.statistics
         z, scale, shift, weight = ctx.saved_tensors
         rate = away_from_zero(weight, ctx.layer.eps) * statistics.invstd
-        rest = scale, shift, rate, statistics, ctx.needs_input_grad[1]
+        rest = scale, shift, rate, statistics, ctx.needs_input_grad[2]
         if (kernels := _kernels(z)) is not None:
-            return None, *kernels.backward(dz, z, slope, *rest)
+            return None, None, *kernels.backward(dz, z, slope, *rest)
         if slope == 1:
-            return None, *normalise_backward(dz, z, *rest)
+            return None, None, *normalise_backward(dz, z, *rest)
         dy = torch.ops.aten.leaky_relu_backward(dz, z, slope, True)
-        return None, *normalise_backward(dy, F.leaky_relu(z, 1 / slope), *rest)
+        return None, None, *normalise_backward(dy, F.leaky_relu(z, 1 / slope), *rest)
 
 
 def _kernels(z: Tensor) -> ModuleType | None:

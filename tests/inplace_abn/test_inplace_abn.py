@@ -82,9 +82,8 @@ def test_halves_the_bytes_kept_and_writes_to_the_memory_of_the_input() -> None:
     with_abn = kept_bytes(lambda: conv(layer(conv(x))), parameters) - own
     assert 2 * one <= with_batch_norm <= 2 * one + few
     assert one <= with_abn <= one + few
-    assert layer(x).data_ptr() == x.data_ptr()
-    with torch.no_grad():
-        assert layer.eval()(x).data_ptr() == x.data_ptr()
+    h = conv(x)
+    assert layer(h).data_ptr() == h.data_ptr()
 
 
 def test_gamma_near_zero_is_replaced_and_gets_a_gradient() -> None:
@@ -207,9 +206,59 @@ def test_a_stage_stores_less_and_as_much_as_predicted() -> None:
 
 
 def test_a_block_may_not_normalise_its_input_in_place() -> None:
-    block = Coupling(InPlaceABN(4))
+    block, conv = Coupling(InPlaceABN(4)), nn.Conv2d(4, 4, 1)
     with pytest.raises(ModelError, match="InPlaceABN modifies its input in place"):
-        block(torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5))
+        block(torch.randn(3, 4, 5, 5), conv(torch.randn(3, 4, 5, 5)))
     x1, x2 = torch.randn(3, 4, 5, 5), torch.randn(3, 4, 5, 5)
     y1, y2 = Coupling(InPlaceABN(4, overwrite=False))(x1, x2)
     torch.testing.assert_close(y2 - x1, InPlaceABN(4)(y1.clone()))
+
+
+READERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "a sum, left": lambda abn, h: h + abn(h),
+    "a sum, right": lambda abn, h: abn(h) + h,
+    "a concatenation": lambda abn, h: torch.cat([h, abn(h)], 1),
+    "a product": lambda abn, h: abn(h) * h,
+    "a function": lambda abn, h: abn(h) + F.avg_pool2d(h, 3, 1, 1),
+    "a write": lambda abn, h: abn(h) + h.add_(1),
+    "a mean without gradients": lambda abn, h: abn(h) * h.detach().mean(),
+    "a second branch of a segmentation network": lambda abn, h: F.interpolate(abn(h), (8, 8)) + F.interpolate(h, (8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_of_the_overwritten_input_raises(name: str) -> None:
+    """And gives the gradients of batch norm if the layer does not overwrite its input."""
+    torch.manual_seed(0)
+    read, (norm, batch_norm) = READERS[name], pair(4)
+    conv, x = nn.Conv2d(3, 4, 1).double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        read(norm, conv(x)).square().sum().backward()
+    assert "\n" not in str(caught.value)
+    if name == "a write":
+        return
+    norm.overwrite, results = False, []
+    for act in (norm, nn.Sequential(batch_norm, nn.LeakyReLU(0.01))):
+        y = read(act, conv(x))
+        results.append([y, *torch.autograd.grad(y.square().sum(), [*conv.parameters(), *act.parameters()])])
+    assert_same(*results)
+
+
+def test_only_what_autograd_records_is_overwritten() -> None:
+    """Neither a caller's data, nor one half of a tensor, nor anything in evaluation without gradients."""
+    torch.manual_seed(0)
+    (norm, batch_norm), x = pair(4), torch.randn(2, 4, 3, 3, dtype=torch.float64)
+    act, before = nn.Sequential(batch_norm, nn.LeakyReLU(0.01)), x.clone()
+    for leaf in (x, x.clone().requires_grad_()):
+        torch.testing.assert_close(leaf + norm(leaf), leaf + act(leaf))
+    with torch.no_grad():
+        torch.testing.assert_close(x + norm.eval()(x), x + act.eval()(x))
+    assert torch.equal(x, before)
+    h = torch.cat([x, x], 1).requires_grad_() * 1
+    torch.testing.assert_close(norm(h.chunk(2, 1)[0]) + h[:, :4], act(x) + x)
+
+
+def test_attributes_of_an_overwritten_input_can_be_read() -> None:
+    norm, h = InPlaceABN(4), nn.Conv2d(3, 4, 1)(torch.randn(2, 3, 8, 8))
+    norm(h)
+    assert (h.shape, h.dtype, h.size(1), h.dim(), h.requires_grad) == ((2, 4, 8, 8), torch.float32, 4, 4, True)
