@@ -1,4 +1,4 @@
-"""PETRA against backpropagation on images of handwritten digits: ``python examples/digits.py`` draws digits.png."""
+"""PETRA against backpropagation on images of handwritten digits: ``python examples/digits.py`` draws runs/digits.png."""
 
 from __future__ import annotations
 
@@ -49,12 +49,15 @@ def train(method: Method, epochs: int, microbatches: int | None = None) -> list[
     return rows
 
 
-def main(epochs: int = 4, microbatches: int | None = None, picture: Path = Path("digits.png")) -> dict[str, list[dict[str, float]]]:
+def main(
+    epochs: int = 4, microbatches: int | None = None, picture: Path = Path("runs/digits.png")
+) -> dict[str, list[dict[str, float]]]:
     """Train with each method, print the test accuracies, and draw all curves."""
     histories = {}
     for name, method in COMPARED.items():
         histories[name] = train(method, epochs, microbatches)
         print(f"{name:13} test accuracy {histories[name][-1]['test_accuracy']:.1%}")
+    picture.parent.mkdir(parents=True, exist_ok=True)
     save(grid(curve_panels(histories), title="RevNet-18 at a quarter of its width, on digits"), picture)
     print(f"curves in {picture}")
     return histories

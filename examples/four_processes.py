@@ -1,7 +1,7 @@
 """A pipeline over four processes, with its timeline.
 
-``torchrun --nproc-per-node 4 examples/four_processes.py`` trains one stage in each process and draws timeline.png;
-trace.json opens in https://ui.perfetto.dev.
+``torchrun --nproc-per-node 4 examples/four_processes.py`` trains one stage in each process and draws
+runs/four_processes/timeline.png; trace.json beside it opens in https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from petra.models import revnet18
 from petra.training import sgd
 
 
-def main(microbatches: int = 60, recorded: int = 16, folder: Path = Path()) -> float:
+def main(microbatches: int = 60, recorded: int = 16, folder: Path = Path("runs/four_processes")) -> float:
     """Train, draw the first microbatches, and return the loss."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -32,8 +32,9 @@ def main(microbatches: int = 60, recorded: int = 16, folder: Path = Path()) -> f
         result = pipeline.train(data, microbatches)
     intervals = gathered_intervals(recorder.intervals)
     if pipeline.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
         write_timeline(intervals, folder, f"RevNet-18 by petra in four processes, {recorded} microbatches")
-        print(f"loss {result.loss:.3f} over {microbatches} microbatches; timeline.png shows {recorded} of them")
+        print(f"loss {result.loss:.3f} over {microbatches} microbatches; {folder / 'timeline.png'} shows {recorded}")
     dist.destroy_process_group()
     return result.loss
 

@@ -1,5 +1,6 @@
 """The examples run, at small sizes, and write what they say."""
 
+import os
 import runpy
 from pathlib import Path
 from unittest import mock
@@ -13,12 +14,12 @@ from tests.support.processes import run_processes
 EXAMPLES = ROOT / "examples"
 
 
-def test_digits_compares_the_methods_and_draws_their_curves(tmp_path: Path) -> None:
+def test_digits_compares_the_methods_and_draws_their_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     example = runpy.run_path(str(EXAMPLES / "digits.py"))
-    picture = tmp_path / "digits.png"
-    histories = example["main"](epochs=2, microbatches=2, picture=picture)
+    histories = example["main"](epochs=2, microbatches=2)
     assert {name: len(rows) for name, rows in histories.items()} == {"backprop": 2, "petra": 2, "petra, d = 1": 2}
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "runs/digits.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_own_data_learns() -> None:
@@ -37,12 +38,13 @@ def test_the_language_model_beats_a_uniform_guess_and_continues_a_text(capsys: p
 
 def draw(rank: int, folder: Path) -> None:
     """Run the example in the process group that is open already."""
+    os.chdir(folder)
     with mock.patch.object(dist, "init_process_group") as opened, mock.patch.object(dist, "destroy_process_group") as closed:
-        runpy.run_path(str(EXAMPLES / "four_processes.py"))["main"](microbatches=8, recorded=6, folder=folder)
+        runpy.run_path(str(EXAMPLES / "four_processes.py"))["main"](microbatches=8, recorded=6)
     assert (opened.call_count, closed.call_count) == (1, 1)
 
 
 @pytest.mark.processes
 def test_four_processes_draw_their_timeline(tmp_path: Path) -> None:
     run_processes(4, draw, tmp_path / "processes", tmp_path)
-    assert {"timeline.png", "trace.json"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"timeline.png", "trace.json"} <= {path.name for path in (tmp_path / "runs/four_processes").iterdir()}

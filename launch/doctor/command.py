@@ -26,7 +26,7 @@ from ..runtime.rank import Process
 from ..runtime.reporting import only_first_prints
 from ..runtime.terminal import command, parser_for, table
 from .links import LARGE_MESSAGE, Links, describe, measure_links, measure_speeds, slow_links
-from .machine import Report, find_differences, inspect_machine
+from .machine import NO_GPU, Report, find_differences, inspect_machine
 
 
 @command
@@ -69,7 +69,8 @@ def report_text(reports: Sequence[Report], links: Links, problems: Sequence[str]
     """Return the whole report in Markdown."""
     first, problems = reports[0], [*problems, *slow_links(reports, links)]
     machines = [(str(r.rank), r.node, r.device, f"{r.memory / 2**30:.1f}", str(r.cores)) for r in reports]
-    text = f"{', '.join(f'{name} {value}' for name, value in first.versions.items())}\n\n"
+    missing = next((problem for r in reports for problem in r.problems if problem.startswith(NO_GPU)), "")
+    text = f"{missing}\n\n" * bool(missing) + f"{', '.join(f'{name} {value}' for name, value in first.versions.items())}\n\n"
     text += f"{table(('rank', 'node', 'device', 'memory (GiB)', 'cores'), machines)}\n"
     text += "".join(f"{name}={value}\n" for name, value in first.environment.items()) + "\n"
     if links:

@@ -23,6 +23,8 @@ from ..runtime.machine import available_cores, unreachable
 from ..runtime.rank import Process
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_VISIBLE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_")
+NO_GPU = "no GPU: "
+"""How the problem of a process that trains on the CPU, unasked, begins."""
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm below which NCCL is likely to fail. The default of containers is 64 MiB."""
 
@@ -108,12 +110,18 @@ def find_differences(reports: Sequence[Report], replica_size: int) -> list[str]:
     return problems
 
 
-def _gpu_problems(device: torch.device, requested: str) -> Iterator[str]:
+def missing_gpu() -> str:
+    """Return why this process, which finds no GPU, has none."""
     cuda = torch.version.cuda
-    if cuda and device.type == "cpu" and requested != "cpu":
-        yield f"PyTorch is built for CUDA {cuda} but finds no GPU: the driver is missing or too old, or the container has no GPU"
-    if not cuda and requested != "cpu" and Path("/dev/nvidia0").exists():
-        yield "the machine has a GPU, but PyTorch is built without CUDA"
+    if cuda:
+        return f"PyTorch is built for CUDA {cuda} but finds no GPU: the driver is missing or too old, or the container has no GPU"
+    found = "the machine has a GPU, but " if Path("/dev/nvidia0").exists() else ""
+    return f"{found}PyTorch {torch.__version__} is built without CUDA"
+
+
+def _gpu_problems(device: torch.device, requested: str) -> Iterator[str]:
+    if device.type == "cpu" and requested != "cpu":
+        yield f"{NO_GPU}{missing_gpu()} (trainer.device=cpu asks for none)"
     if device.type == "cuda" and " MIG " in torch.cuda.get_device_properties(device).name:
         yield f"{device} is a MIG instance: NCCL refuses two instances of one GPU"
     if device.type == "cuda" and device.index + 1 < torch.cuda.device_count():

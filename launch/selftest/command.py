@@ -5,7 +5,8 @@ equal those of one process bit for bit, checkpoints, blocks against plain operat
 compiled. ``--full`` adds all methods, large messages over both transports, and speed and memory of several models.
 
 A report is written to selftest.md and selftest.json in the folder --out, and if a part fails, selftest.tar.gz: what all ranks
-printed, dumps of NCCL, topology, versions and environment. On a machine without GPUs, tiny runs on the CPU take its place.
+printed, dumps of NCCL, topology, versions and environment. Without a GPU it ends with an error, unless ``--tiny`` asks for small
+runs on the CPU.
 
 ``petra node --module launch.selftest`` on each of several machines runs the parts for all processes over them.
 """
@@ -30,9 +31,9 @@ from typing import Any
 
 import torch
 
-from petra.errors import require
+from petra.errors import alternatives, require
 
-from ..doctor.machine import PREFIXES
+from ..doctor.machine import PREFIXES, missing_gpu
 from ..runtime.agent import ONE_MACHINE, this_process
 from ..runtime.rank import DUMPS
 from ..runtime.terminal import command, parser_for, table
@@ -69,12 +70,12 @@ Results = dict[str, dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts and write the report. Exit with status 1 if a part failed."""
     parser = parser_for(__doc__)
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder of the report")
+    parser.add_argument("--out", type=Path, default=Path("runs/selftest"), help="folder of the report (runs/selftest)")
     parser.add_argument("--quick", action="store_true", help="only the parts of three minutes (the default)")
     parser.add_argument("--full", action="store_true", help="all parts")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit; parts that don't fit are left out and named")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a process waits for another")
-    parser.add_argument("--tiny", action="store_true", help="small models and few microbatches, as on a machine without GPUs")
+    parser.add_argument("--tiny", action="store_true", help="small models and few microbatches; also without a GPU")
     parser.add_argument("--only", nargs="*", metavar="TEXT", help="only parts with this text in their names")
     parser.add_argument("--trials", type=Path, help="file with the parts to run in these processes")
     given = parser.parse_args(arguments)
@@ -84,28 +85,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_here([Trial(*row) for row in json.loads(given.trials.read_text())], given.timeout, given.trials.parent)
         return
     world, gpus = int(os.environ.get("WORLD_SIZE", "0")), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    tiny = given.tiny or not gpus
-    trials = [trial for trial in plan(world or gpus, bool(gpus), tiny, given.full) if trial.processes == world or not world]
+    first = os.environ.get("RANK", "0") == "0"
+    if not gpus:
+        require_asked_for(given.tiny)
+        print(*[f"no GPU ({missing_gpu()}): tiny runs on the CPU, which say nothing about GPUs"] * first, sep="", flush=True)
+    planned = plan(world or gpus, bool(gpus), given.tiny, given.full)
+    trials = [trial for trial in planned if trial.processes == world or not world]
+    names = alternatives(trial.name for trial in trials)
     trials = [t for t in trials if not given.only or any(text in t.name for text in given.only)]
+    require(bool(trials), "--only", f"a text in {names}", " ".join(given.only or []))
     trials = [t._replace(options={"patience": given.timeout / 3, **t.options}) for t in trials]
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="petra-selftest") as folder:
         if world:
-            results = run_here(trials, given.timeout, given.out, partial(write_report, trials, gpus, tiny, given.out))
+            results = run_here(trials, given.timeout, given.out, partial(write_report, trials, gpus, given.tiny, given.out))
         else:
             results = run_all(trials, given.timeout, time.monotonic() + 60 * given.minutes, Path(folder))
-        if os.environ.get("RANK", "0") != "0":
+        if not first:
             return
-        parts = write_report(trials, gpus, tiny, given.out, results)
+        parts = write_report(trials, gpus, given.tiny, given.out, results)
         rows = [(part["name"], str(part["processes"]), f"{part['duration']:.0f}", part["result"]) for part in parts]
         print(table(("part", "processes", "seconds", "result"), rows, aligned=True))
         print(f"report: {given.out / 'selftest.md'}", flush=True)
+        if not any(part["result"] == "passed" for part in parts):
+            print("no part passed", flush=True)
+            sys.exit(1)
         if any(part["result"].startswith("failed") for part in parts):
             for name in ("selftest.json", "selftest.md"):
                 shutil.copy(given.out / name, folder)
             archive(Path(folder), given.out / "selftest.tar.gz")
             print(f"to report a problem, send {given.out / 'selftest.tar.gz'}", flush=True)
             sys.exit(1)
+
+
+def require_asked_for(tiny: bool) -> None:
+    """Raise a ConfigError, which the processes of a machine print once, unless runs on the CPU are asked for."""
+    with this_process():
+        require(tiny, "no GPU", "one, or --tiny for small runs on the CPU", missing_gpu())
 
 
 def run_all(trials: Sequence[Trial], timeout: float, end: float, folder: Path) -> Results:

@@ -93,10 +93,11 @@ def test_what_has_no_time_is_named_and_bad_arguments_are_refused(asked: list[Mea
 
 
 def test_the_search_leaves_time_for_rounds(asked: list[Measurement], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement takes 10 of 180 seconds: ten in the search, nine in rounds."""
+    """A measurement takes 10 of 180 seconds: ten in the search, nine in rounds. By default, the files are in a folder of runs."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: 10.0 * len(asked)))
-    command.main(["gpu", "--out", str(tmp_path), "--minutes", "3", "--only", "RevNet-50, eager"])
-    (case,) = json.loads((tmp_path / "bench.json").read_text())["cases"].values()
+    command.main(["gpu", "--minutes", "3", "--only", "RevNet-50, eager"])
+    (case,) = json.loads((tmp_path / "runs/bench/bench.json").read_text())["cases"].values()
     assert [len(entry["rounds"]) for entry in case.values()] == [2, 2, 2, 2, 1, 0, 0]
     assert [entry["error"] for entry in case.values()] == [None] * 5 + ["left out: no time"] * 2
 

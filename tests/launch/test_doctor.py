@@ -18,12 +18,13 @@ from launch.doctor import links
 from launch.doctor.links import LARGE_MESSAGE, Links
 from launch.doctor.machine import Report, find_differences, inspect_machine
 from launch.runtime.rank import Process
+from launch.selftest import command as selftest
 from launch.selftest.command import heading, reasons, run_all, write_report
 from launch.selftest.parts import PARTS
 from launch.selftest.plan import LARGEST_DIFFERENCE, Trial, judge, plan
 from petra import METHODS
 from petra.cost_model.machines import Connection, Link
-from tests.support.commands import ALONE
+from tests.support.commands import ALONE, refused
 from tests.support.processes import run_processes
 
 CPU = torch.device("cpu")
@@ -85,12 +86,12 @@ def test_problems_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    assert inspect_machine(ALONE, CPU).problems == ()
+    assert inspect_machine(ALONE, CPU, requested="cpu").problems == ()
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setattr(socket, "gethostname", lambda: "here")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("127.0.1.1", 0))])
     nodes = Process(rank=0, world=4, local_rank=0, local_world=2)
-    found = inspect_machine(nodes, CPU)
+    found = inspect_machine(nodes, CPU, requested="cpu")
     assert found.node == "0 (here)"
     assert found.environment["NCCL_P2P_DISABLE"] == "1"
     assert found.problems == (
@@ -116,7 +117,7 @@ def test_problems_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "cuda:0 can't access cuda:1 directly: messages between them go through host memory" in found.problems
     assert "cuda:0 is a MIG instance: NCCL refuses two instances of one GPU" in found.problems
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    missing = "PyTorch is built for CUDA 13.0 but finds no GPU"
+    missing = "no GPU: PyTorch is built for CUDA 13.0 but finds no GPU"
     assert any(text.startswith(missing) for text in inspect_machine(ALONE, CPU).problems)
     assert not any(text.startswith(missing) for text in inspect_machine(ALONE, CPU, requested="cpu").problems)
 
@@ -130,6 +131,41 @@ def test_the_doctor_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert f"| 0 | 0 ({socket.gethostname()}) | cpu |" in out
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT=1" in out
     assert "NCCL_DEBUG=INFO" in out
+
+
+def test_the_doctor_says_first_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless the CPU is asked for, also in one of several processes."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for words, expected in (([], True), (["trainer.device=cpu"], False)):
+        monkeypatch.setattr(sys, "argv", ["doctor", *words])
+        doctor.main()
+        out = capsys.readouterr().out
+        assert out.startswith("no GPU: PyTorch ") is expected
+        assert ("\nProblems:\n" in out and "): no GPU: PyTorch" in out) is expected
+    reports = [Report(i, "0", f"cuda:{i}", 0, 1, {}, {}, ("no GPU: the driver is missing",) * (i == 3)) for i in range(4)]
+    assert doctor.report_text(reports, {}, []).startswith("no GPU: the driver is missing\n")
+
+
+def test_the_selftest_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused unless small runs are asked for. A test of nothing is no success. Git ignores the report."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found: dict[str, dict[str, object]] = {}
+    monkeypatch.setattr(selftest, "run_all", lambda *arguments: found)
+    assert refused(selftest.main, []).startswith("no GPU: expected one, or --tiny for small runs on the CPU, got PyTorch ")
+    assert refused(selftest.main, ["--tiny", "--only", "no such part"], silent=False).startswith(
+        "--only: expected a text in torch."
+    )
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="1"):
+        selftest.main(["--tiny", "--only", "plain operations"])
+    found["reversible block and InPlace-ABN against plain operations"] = {"findings": {"difference": 0.0}, "duration": 1.0}
+    selftest.main(["--tiny", "--only", "plain operations"])
+    first, second = capsys.readouterr().out.split("no GPU (PyTorch ")[1:]
+    assert first.endswith("\nno part passed\n")
+    assert second.endswith("report: runs/selftest/selftest.md\n")
+    assert (tmp_path / "runs/selftest/selftest.json").exists()
 
 
 TINY = {"model": "revnet18", "width": 0.125, "size": 8, "batch": 2, "method": "petra", "k": 1, "microbatches": 2}
