@@ -13,7 +13,7 @@ EMULATED_TESTS := $(BIN)/python -m pytest -n 4 --dist worksteal -m "not stress" 
 
 # PETRA over four processes: loss and accuracy in runs/*/report.html
 demo: $(VENV)/package
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 -m launch.train experiment=demo
+	$(BIN)/petra train --nproc 4 experiment=demo
 
 # everything; the extension of the emulated tests is compiled beside the other tests
 test: lint

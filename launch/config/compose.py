@@ -59,7 +59,7 @@ def command_line_configs(*, required: bool = False) -> list[Config]:
     Raises:
         ConfigError: If there are no arguments, or an override can't be parsed or doesn't fit the schema.
     """
-    expected = "arguments such as experiment=demo (about a minute), or trainer.epochs=300 for the defaults; --help lists all"
+    expected = "arguments such as experiment=demo (about two minutes), or trainer.epochs=300 for the defaults; --help lists all"
     require(not required or len(sys.argv) > 1, "command line", expected, "none")
     # Hydra's parser accepts its options only before or after all overrides.
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))

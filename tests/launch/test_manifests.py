@@ -20,8 +20,22 @@ def test_kubeflows_schema_accepts_the_manifests() -> None:
     pytest.importorskip("kubeflow_trainer_api")
     models = importlib.import_module("kubeflow_trainer_api.models")
     for manifest in yaml.safe_load_all((ROOT / "launch" / "templates" / "kubeflow.yaml").read_text()):
+        if manifest["kind"] == "PersistentVolumeClaim":
+            continue
         schema = getattr(models, f"TrainerV1alpha1{manifest['kind']}")
         assert schema.from_dict(manifest).to_dict() == manifest  # the schema ignores unknown keys
+
+
+def test_the_manifest_has_a_claim_for_each_volume() -> None:
+    """One for runs, which every node writes, and one for data."""
+    text = (ROOT / "launch" / "templates" / "kubeflow.yaml").read_text()
+    manifests = {(found["kind"], found["metadata"]["name"]): found["spec"] for found in yaml.safe_load_all(text)}
+    pod = manifests["TrainingRuntime", "petra"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    claims = {v["name"]: v["persistentVolumeClaim"]["claimName"] for v in pod["volumes"] if "persistentVolumeClaim" in v}
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert {mounts[name]: claim for name, claim in claims.items()} == {"/workspace/runs": "petra-runs", "/data": "petra-data"}
+    modes = {claim: manifests["PersistentVolumeClaim", claim]["accessModes"] for claim in claims.values()}
+    assert modes == {"petra-runs": ["ReadWriteMany"], "petra-data": ["ReadOnlyMany"]}
 
 
 def started(script: str, tmp_path: Path, environment: dict[str, str], *arguments: str) -> tuple[list[str], list[str]]:
