@@ -114,6 +114,7 @@ def count_stage(
                         numerics=numerics,
                         overwritten=part.staleness > 0 and part.weights is Weights.CURRENT,
                         returns_input=returns_input,
+                        outputs=part.outputs,
                         fetch=lambda m: first(m)[0],
                     )
                 )

@@ -27,7 +27,7 @@ from petra.engine.block_function import BlockFunction
 from petra.engine.weights import WeightVersion, WeightVersions
 from petra.method import Keep
 from petra.reversible import Gradients
-from petra.specs import Streams, detached, in_own_memory, side_tensors, without_side
+from petra.specs import Streams, detached, in_own_memory, without_side
 from petra.torch_private import vector_jacobian_products
 
 Fetch = Callable[[int], Streams]
@@ -163,21 +163,6 @@ class Reconstruct(BlockRunner):
         return self._differentiate(recomputed, dy, version)
 
 
-class ReconstructLast(Reconstruct):
-    """Last block of a stage: stores the side tensors of its output, which do not come back, for itself and the blocks before it."""
-
-    def forward(self, m: int, x: Streams) -> Streams:
-        y = super().forward(m, x)
-        if side := side_tensors(y):
-            self.stored[m] = Stored(tuple(in_own_memory(t) for t in side))
-        return y
-
-    def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
-        if m in self.stored:
-            y = (*without_side(y), *self.stored.pop(m).inputs)
-        return super().backward(m, y, dy)
-
-
 class WrappedRunner(BlockRunner):
     """Base of what changes or observes the passes of a block: has the attributes of the runner that it contains.
 
@@ -199,24 +184,16 @@ class WrappedRunner(BlockRunner):
 
 
 def block_runner(
-    function: BlockFunction,
-    keep: Keep,
-    versions: WeightVersions,
-    *,
-    first: bool = False,
-    last: bool = False,
-    fetch: Fetch | None = None,
+    function: BlockFunction, keep: Keep, versions: WeightVersions, *, first: bool = False, fetch: Fetch | None = None
 ) -> BlockRunner:
     """Return the runner of a block.
 
     Args:
         function, versions, first: As for :class:`BlockRunner`.
         keep: What the block stores between its passes.
-        last: Whether the block is the last one of its stage.
         fetch: Returns the block's input for a microbatch again; for ``Keep.REFETCH``.
     """
-    reconstruct = ReconstructLast if last else Reconstruct
-    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, reconstruct)}
+    kinds: dict[Keep, type[BlockRunner]] = {kind.keep: kind for kind in (KeepGraph, Recompute, Reconstruct)}
     runner = kinds.get(keep, Recompute)(function, versions, first=first)
     if isinstance(runner, Recompute) and keep is Keep.REFETCH and fetch is not None:
         runner.keep, runner.fetch = keep, fetch

@@ -30,6 +30,7 @@ from petra.plan import Plan
 from petra.plan.messages import returns_activations
 from petra.reversible import Grid, derive_seed
 from petra.settings import Numerics, Runtime
+from petra.specs import TensorSpec, is_side
 from petra.transport import Port
 
 
@@ -59,6 +60,7 @@ def build_stages(
             grid=_grid(plan, device) if plan.numerics.exact_streams else None,
             overwritten=own.staleness > 0 and own.weights is Weights.CURRENT,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
+            outputs=own.outputs,
             fetch=fetch,
         )
         for b, runner in zip(own.blocks, stage.runners, strict=True):
@@ -80,6 +82,7 @@ def make_stage(
     grid: Grid | None = None,
     overwritten: bool = False,
     returns_input: bool = True,
+    outputs: Sequence[TensorSpec] = (),
     fetch: Fetch | None = None,
 ) -> Stage:
     """Build a stage, of a pipeline or for measurements.
@@ -94,8 +97,9 @@ def make_stage(
         numerics: Number formats and memory layouts.
         grid: Grid for exact streams; None for a new one in float32, if ``numerics`` asks for them.
         overwritten: Whether updates may overwrite weights that stored graphs refer to.
-        fetch: As for :func:`petra.engine.block.block_runner`.
         returns_input: As for :class:`petra.engine.stage.Stage`.
+        outputs: Specs of the stage's output, if it may have side tensors.
+        fetch: As for :func:`petra.engine.block.block_runner`.
     """
     runners = []
     grid = Grid() if numerics.exact_streams and grid is None else grid
@@ -103,13 +107,16 @@ def make_stage(
         function, keeps_graph = BlockFunction(block, derive_seed(seed, b)), keep is Keep.GRAPH
         function.around = _around(block, numerics, grid, overwritten=overwritten and keeps_graph)
         versions = WeightVersions(function.parameters, weights, keeps_graph=keeps_graph, k=k)
-        last = b == first_block + len(blocks) - 1
-        runner = block_runner(function, keep, versions, first=b == 0, last=last, fetch=fetch)
+        runner = block_runner(function, keep, versions, first=b == 0, fetch=fetch)
         if overwritten and keeps_graph and numerics.autocast is not None:
             from petra.engine.options.stored_graphs import FollowUpdates
 
             runner = FollowUpdates(function, versions, first=b == 0)
         runners.append(runner)
+    if keeps[-1] is Keep.NOTHING and any(map(is_side, outputs)):
+        from petra.engine.options.side_tensors import KeepSideTensors
+
+        runners[-1] = KeepSideTensors(runners[-1])
     return Stage(runners, Accumulation(nn.ModuleList(blocks), k), returns_input=returns_input, channels_last=numerics.channels_last)
 
 
