@@ -25,6 +25,7 @@ from petra.hooks import Hooks
 from petra.method import Method
 from petra.model import Model
 from petra.plan import Plan, make_plan
+from petra.plan.timetable import evaluation_rounds
 from petra.reversible.replay import NOTHING
 from petra.settings import Numerics, Runtime
 from petra.specs import TensorSpec
@@ -183,7 +184,10 @@ class Pipeline:
         self._source.on_microbatch = on_microbatch
         for begin in self.hooks.calls("train_begin"):
             begin(start, start + microbatches)
-        self.microbatches_done += self._executor.train(start, start + microbatches, stop)
+        rounds, early = self._executor.prepare(start, start + microbatches, stop)
+        with self._executor.observing():
+            self._executor.run(rounds, microbatches, training=True, early=early)
+        self.microbatches_done += microbatches - (0 if early is None else early.finish())
         for end in self.hooks.calls("train_end"):
             end()
         if self.replicas is not None:
@@ -202,7 +206,8 @@ class Pipeline:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
         microbatches = self._set_data(data, 0, microbatches, training=False)
         with self.averaged(), evaluating(self.stages.values()):
-            self._executor.evaluate(microbatches)
+            rounds = evaluation_rounds(self.plan.boundary_delays, microbatches)
+            self._executor.run(rounds, microbatches, training=False)
         result = self._result(self.loss_port.totals)
         if self.rank == 0 and microbatches and not (result.targets and isfinite(result.loss)):
             log.warning("evaluation: expected targets with a finite loss, got %d with the loss %s", result.targets, result.loss)

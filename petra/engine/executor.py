@@ -12,7 +12,7 @@ from petra.engine.worker import Worker
 from petra.errors import PetraError, require
 from petra.hooks import Hooks
 from petra.plan import Plan
-from petra.plan.timetable import Op, PeriodicRounds, Step, evaluation_rounds, training_rounds
+from petra.plan.timetable import Op, PeriodicRounds, Step, training_rounds
 from petra.reversible.replay import NOTHING
 from petra.torch_private import hooks_of
 from petra.transport import Transport
@@ -58,11 +58,13 @@ class Executor:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
         self._on_completed, self._drained = on_completed, True
 
-    def train(self, start: int, end: int, stop: Callable[[], bool] | None = None) -> int:
-        """Run forwards, backwards and updates of microbatches ``start`` ... ``end`` - 1, then drain the pipeline.
+    def prepare(
+        self, start: int, end: int, stop: Callable[[], bool] | None = None
+    ) -> tuple[PeriodicRounds[list[Step]], EarlyStop | None]:
+        """Prepare to train on microbatches ``start`` ... ``end`` - 1.
 
         Returns:
-            The number of microbatches done: fewer than ``end - start`` if ``stop`` returned True.
+            The rounds of forwards, backwards and updates, the last of which drain the pipeline, and what may end them earlier.
 
         Raises:
             ModelError: If a parameter was frozen or unfrozen since the pipeline was built.
@@ -73,36 +75,24 @@ class Executor:
                 from petra.engine.options.parameter_hooks import call_hooks_of
 
                 call_hooks_of(worker)
-        plan, layout, early = self._plan, self._plan.layout, None
+        plan, layout = self._plan, self._plan.layout
         rounds = training_rounds(plan.delays, plan.boundary_delays, start, end, plan.flush_every)
         # A rank without a stage would wait in the last collective for the whole run, and time out. Polls for an early stop, which
         # are collectives too, keep such ranks in step with the others.
-        if stop is not None or not all(layout.processes):
-            from petra.engine.options.early_stop import EarlyStop
+        if stop is None and all(layout.processes):
+            return rounds, None
+        from petra.engine.options.early_stop import EarlyStop
 
-            count = layout.dp * len(layout.processes) * layout.tp
-            early = EarlyStop(stop or (lambda: False), count, rounds.period, self._transport)
-        with self._observing():
-            self._run(rounds, end - start, training=True, early=early)
-        return end - start - (0 if early is None else early.finish())
-
-    def evaluate(self, microbatches: int) -> None:
-        """Run forwards of microbatches 0 ... ``microbatches`` - 1."""
-        self._run(evaluation_rounds(self._plan.boundary_delays, microbatches), microbatches, training=False)
-
-    def _observing(self) -> AbstractContextManager[None]:
-        """Return a context in which the attached hooks observe the workers."""
-        if not self._hooks:
-            return NOTHING
-        from petra.engine.options.observed import observing
-
-        return observing(self._workers, self._plan.layout.stages, self._hooks, self._transport)
+        count = layout.dp * len(layout.processes) * layout.tp
+        return rounds, EarlyStop(stop or (lambda: False), count, rounds.period, self._transport)
 
     @torch.no_grad()  # blocks record the graphs that they need
-    def _run(
-        self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None
-    ) -> None:
-        """Run this process's part of rounds until all messages have arrived."""
+    def run(self, rounds: PeriodicRounds[list[Step]], microbatches: int, *, training: bool, early: EarlyStop | None = None) -> None:
+        """Run this process's part of rounds over ``microbatches`` until all messages have arrived.
+
+        Args:
+            early: What may end a run of training earlier.
+        """
         got = "one whose last run ended in an error, with messages still in flight"
         require(self._drained, "pipeline", "a new one", got, PetraError)
         self._drained = False
@@ -122,6 +112,14 @@ class Executor:
                 self._on_completed(completed + shift)
         self._transport.finish()
         self._drained = True
+
+    def observing(self) -> AbstractContextManager[None]:
+        """Return a context in which the attached hooks observe the workers."""
+        if not self._hooks:
+            return NOTHING
+        from petra.engine.options.observed import observing
+
+        return observing(self._workers, self._plan.layout.stages, self._hooks, self._transport)
 
     def _select(self, steps: Sequence[Step], training: bool) -> ProcessRound:
         """Return this process's part of a round."""
