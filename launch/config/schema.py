@@ -162,8 +162,8 @@ class TrainerConfig:
             largest networks, which would not fit the memory of the first process, write none.
         trace: Number of microbatches to record from the start, in trace.json (Perfetto, chrome://tracing), timeline.png and
             timeline.svg; null: none.
-        stage_metrics: Log for each stage the time of forwards, backwards, updates and waiting, microbatches in flight, staleness
-            and buffer bytes.
+        stage_metrics: Log for each stage the time of forwards, backwards, updates and waiting, microbatches in flight, staleness,
+            drift of weights and buffer bytes.
         diagnose: Compare gradients every this many microbatches (one process only), in gradients.jsonl and the report; null:
             never.
     """

@@ -37,7 +37,7 @@ from .resume import Start, find_start, load_start
 from .text import MOST_PARAMETERS, TextSample
 
 UPDATES_BETWEEN_DRIFTS = 10
-"""Updates between two measurements of the weights' drift in a run without ``trainer.log_every``."""
+"""Updates between two measurements of the weights' drift with ``trainer.stage_metrics``, in a run without ``trainer.log_every``."""
 
 
 def run(config: Config, process: Process) -> None:
@@ -178,11 +178,8 @@ class TrainingRun:
         return shlex.join(["petra", "resume", str(self.folder), *flags])
 
     def _watchers(self, batches: int) -> list[Watcher]:
-        """Measure the drift of the weights, and return the observers of the trainer: none without records."""
+        """Return the observers of the trainer: none without records."""
         config, pipeline = self.setup.config, self.pipeline
-        drift = WeightDrift(pipeline, distance(config.k, config.trainer.log_every or UPDATES_BETWEEN_DRIFTS))
-        pipeline.hooks.append(drift)
-        pipeline.measures.append(drift.metrics)
         if self.records is None:
             return []
         found: list[Watcher] = [*self.records.loggers]
@@ -192,20 +189,24 @@ class TrainingRun:
 
     @contextmanager
     def _diagnostics(self) -> Iterator[None]:
-        """Attach the diagnostics that the configuration enables in the body, then write their records."""
+        """Attach the hooks of a run in the body, then write their records.
+
+        Every run has a watchdog and the warning about reconstruction errors; other hooks are those that the configuration asks for.
+        """
         config, pipeline, plan = self.setup.config.trainer, self.pipeline, self.pipeline.plan
-        times = StageTimes(pipeline) if config.stage_metrics else None
+        times = drift = None
+        if config.stage_metrics:
+            times, drift = StageTimes(pipeline), WeightDrift(pipeline, distance(plan.k, config.log_every or UPDATES_BETWEEN_DRIFTS))
+            pipeline.measures += [times.metrics, drift.metrics]
         recorder = None if config.trace is None else Recorder(pipeline, config.trace)
         quality = None
         if config.diagnose is not None:
             log = JsonLines(self.folder / GRADIENTS, gradients_in(self.folder, pipeline.microbatches_done)).log
             quality = GradientQuality(pipeline, config.diagnose, log)
-        if times is not None:
-            pipeline.measures.append(times.metrics)
         quiet = 1 if config.compile is None else 2 * len(plan.stages) + 2  # the neighbours' blocks are compiled in the first rounds
         watchdog = Watchdog(pipeline.workers, pipeline.rank, config.watchdog, quiet=quiet)
         warm_up = None if config.compile is None else WarmUp(plan, pipeline.stages, pipeline.device)
-        hooks: tuple[Hook | None, ...] = (times, recorder, ReconstructionMonitor(pipeline), quality, warm_up, watchdog)
+        hooks: tuple[Hook | None, ...] = (times, drift, recorder, ReconstructionMonitor(pipeline), quality, warm_up, watchdog)
         with ExitStack() as stack:
             for hook in filter(None, hooks):
                 stack.enter_context(pipeline.hooks.attached(hook))
