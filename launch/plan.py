@@ -23,7 +23,7 @@ from petra.cost_model.machines import Link, Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict
 from petra.errors import ConfigError, PetraError, require, within
-from petra.method import METHODS, Method
+from petra.method import METHODS, Keep, Method
 from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 from petra.training import limited
@@ -49,6 +49,8 @@ REASONS = {True: "by throughput, late gradients", False: "by throughput, exact g
 NOT_TRAINED = f"{ZB_H1.name} is only predicted, without its memory: petra does not train with it"
 AUTO_DELAY = replace(METHODS["petra"], name="petra, d=auto")
 """Stands for PETRA with the smallest delays that keep the throughput."""
+RECOMPUTED = replace(METHODS["1f1b"], name="1f1b, method.keep=input", keep=Keep.INPUT)
+"""1F1B with recomputation, which has exact gradients where the graphs of others don't fit."""
 
 
 @command
@@ -242,11 +244,12 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
     on_gpus = config.trainer.transport == AUTO and config.trainer.device != "cpu"
     transport: TransportName = "lockstep" if on_gpus else config.trainer.transport  # what auto selects on GPUs
     rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, {})
-    usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), AUTO_DELAY]
+    usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, AUTO_DELAY]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
     changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in ("auto", getattr(usual, k, v))]
-    if changed:
-        methods.append(replace(plan.method, name=", ".join([config.method.name, *changed])))
+    name = ", ".join([config.method.name, *changed])
+    if changed and name != RECOMPUTED.name:
+        methods.append(replace(plan.method, name=name))
     last = methods[-1] if "delay" in setup.auto else AUTO_DELAY
     for done, method in enumerate(methods, 1):
         show_progress(f"{method.name}: method {done} of {len(methods)}")
