@@ -17,10 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # the documented way to see every operation
 from torch.utils._pytree import tree_leaves as tree_leaves  # tensors in nested arguments of an operator
 
 NormBase = _NormBase  # of batch and instance normalisations
+Dropout = _DropoutNd  # of all kinds of dropout
 Tensors = Sequence[Tensor]
 Hook = Callable[[Any], Any]
 DEVICE = torch.ops.prim.device.default
@@ -52,6 +54,20 @@ def vector_jacobian_products(
     found: tuple[Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
         tuple(outputs), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
+    return found
+
+
+def leaves_of(*tensors: Tensor) -> list[Tensor]:
+    """Return the leaves of the autograd graph of some tensors, each once: what their gradient could be added to."""
+    found, seen = [t for t in tensors if t.is_leaf and t.requires_grad], set[Any]()
+    nodes = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if node not in seen:
+            seen.add(node)
+            if hasattr(node, "variable"):
+                found.append(node.variable)
+            nodes += [following for following, _ in node.next_functions if following is not None]
     return found
 
 

@@ -77,7 +77,8 @@ class BlockRunner(ABC):
             dy: Gradient with respect to the output.
         """
 
-    def _forward_with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
+    def with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
+        """Evaluate the block with its graph."""
         inputs = tuple(t.detach().requires_grad_(not self._first and t.is_floating_point()) for t in x)
         try:
             with torch.enable_grad():
@@ -88,7 +89,7 @@ class BlockRunner(ABC):
                     self.function(m, tuple(t.detach().clone() for t in x), version)
             raise
 
-    def _differentiate(
+    def differentiate(
         self, stored: Stored, dy: Streams, version: WeightVersion | None, edges: Sequence[GradientEdge] | None = None
     ) -> tuple[Streams, Streams, Gradients]:
         """Return what :meth:`backward` returns, given the weights' edges in the graph if they may have got others since."""
@@ -112,11 +113,11 @@ class KeepGraph(BlockRunner):
     keep = Keep.GRAPH
 
     def forward(self, m: int, x: Streams) -> Streams:
-        self.stored[m] = self._forward_with_graph(m, x, self.versions.stash(m))
+        self.stored[m] = self.with_graph(m, x, self.versions.stash(m))
         return detached(self.stored[m].outputs)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
-        return self._differentiate(self.stored.pop(m), dy, self.versions.for_backward(m))
+        return self.differentiate(self.stored.pop(m), dy, self.versions.for_backward(m))
 
 
 class Recompute(BlockRunner):
@@ -140,7 +141,7 @@ class Recompute(BlockRunner):
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
         version = self.versions.for_backward(m)
         x = self.stored.pop(m).inputs if self.fetch is None else self.fetch(m)
-        return self._differentiate(self._forward_with_graph(m, x, version), dy, version)
+        return self.differentiate(self.with_graph(m, x, version), dy, version)
 
 
 class Reconstruct(BlockRunner):
@@ -159,8 +160,8 @@ class Reconstruct(BlockRunner):
         if version is None or not self.versions.reconstructs_with_current:
             return self.function.inverse_vjp(m, y, dy, version)
         # Reconstruct with the current parameters, but compute the gradient at the stashed version.
-        recomputed = self._forward_with_graph(m, self.function.inverse(m, y), version)
-        return self._differentiate(recomputed, dy, version)
+        recomputed = self.with_graph(m, self.function.inverse(m, y), version)
+        return self.differentiate(recomputed, dy, version)
 
 
 class WrappedRunner(BlockRunner):

@@ -16,6 +16,7 @@ from petra.reversible.replay import (
     forbid_buffer_changes,
     forbid_inplace,
     frozen_statistics,
+    may_draw,
     normalisations,
     seeded,
     watch_draws,
@@ -47,8 +48,8 @@ class BlockFunction:
         module, name: As given.
         around: What changes how the block is evaluated, from the inside out.
         parameters: Trained parameters by name.
-        draws: Whether the block draws random numbers, so that the generators are seeded for it. None until the first forward pass
-            of a run has found it.
+        draws: Whether the block may draw random numbers, so that the generators are seeded for it. None: it has not done so in this
+            run so far.
     """
 
     def __init__(self, module: nn.Module, seed: int, name: str | None = None) -> None:
@@ -59,18 +60,18 @@ class BlockFunction:
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         # Couplings seed the generators and check their functions themselves. Other reversible blocks may use the seed otherwise.
         self._is_coupling = isinstance(module, Coupling | TwoFunctionCoupling)
-        self.draws: bool | None = None
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Find again which parameters are trained, and whether the block draws random numbers.
-
-        Rates of dropout may have changed since the last run.
-        """
+        """Find again which parameters are trained, and whether the block may draw random numbers: it may have new hooks."""
         if self._reversible is not None:
             self._reversible.fix_trained()
         self._keeps_buffers = False
-        self.draws = True if self._reversible is not None and not self._is_coupling else None
+        # A block that is not known is watched, and evaluated again if it has drawn. Statistics and inverses do not allow that.
+        self.draws = may_draw(self.module)
+        own_inverse = self._reversible is not None and not self._is_coupling
+        if own_inverse or (self.draws is None and (self._is_coupling or self._normalisations)):
+            self.draws = True
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
         """Return the block's output for microbatch ``m``.
@@ -81,16 +82,25 @@ class BlockFunction:
         Raises:
             ModelError: If the block changes its input in place.
         """
-        seed = self._seed_of(m)
         with self._inside(x[0]):
-            if self._is_coupling and self.draws is not None and version is None:
-                y = self.module(*x, seed=seed)
-            else:
-                arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
-                watch = NOTHING if self.draws is not None else watch_draws(self._set_draws)
-                with watch, forbid_inplace(x, self.module), seeded(seed, x[0].device):
-                    y = self.module(*x, **arguments) if version is None else functional_call(self.module, version, x, arguments)
+            if self.draws is None and type(x[0]) is not Tensor:  # such as a fake one, with which generators can't be compared
+                self.draws = True
+            if self.draws is None:
+                with watch_draws(x[0].device) as watch:
+                    y = self._evaluate(x, None, version)
+                self.draws = watch.drew or None
+            if self.draws is not None:
+                y = self._evaluate(x, self._seed_of(m), version)
         return self._finished(x[0], y)
+
+    def _evaluate(self, x: Streams, seed: int | None, version: WeightVersion | None) -> Tensor | Streams:
+        if self._is_coupling and version is None:
+            return self.module(*x, seed=seed)  # type: ignore[no-any-return]
+        arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
+        with forbid_inplace(x, self.module), seeded(seed, x[0].device):
+            if version is None:
+                return self.module(*x, **arguments)  # type: ignore[no-any-return]
+            return functional_call(self.module, version, x, arguments)  # type: ignore[no-any-return]
 
     def inverse(self, m: int, y: Streams) -> Streams:
         """Reconstruct the input of a reversible block from its output, with the parameters."""
@@ -136,9 +146,6 @@ class BlockFunction:
         stack.enter_context(forbid_buffer_changes(self.module, self.name))
         return stack
 
-    def _set_draws(self, draws: bool) -> None:
-        self.draws = draws
-
     def _inside(self, x: Tensor, *, training: bool = True) -> AbstractContextManager[object]:
         """Return the contexts in which the block is evaluated."""
         if not self.around:
@@ -155,7 +162,7 @@ class BlockFunction:
         return y
 
     def _seed_of(self, m: int) -> int | None:
-        return None if self.draws is False else derive_seed(self._seed, m)
+        return derive_seed(self._seed, m) if self.draws else None
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from torch import Tensor
 from petra.engine.metrics import Metric, count_targets, size_of
 from petra.errors import ModelError, first_line, invalid, require
 from petra.specs import IGNORED, Message, Streams, TensorSpec, are_integers, detached, without_side
-from petra.torch_private import storage_key, vector_jacobian_products
+from petra.torch_private import leaves_of, storage_key, vector_jacobian_products, version_counter
 
+LOSS_CHECK_INTERVAL = 16
+"""Microbatches between two checks of the graph of the loss. The first ones of each run are checked, too."""
 Read = Callable[[int], Tensor]
 """Function of a microbatch that returns a tensor."""
 Loss = Callable[..., Tensor]
@@ -199,7 +201,7 @@ class LossPort:
         self.data: DataSource | None = None
         self._padded: PaddedSource | None = None
         self._pending: dict[int, Message] = {}
-        self._training = True
+        self._training, self._start = True, 0
         self.totals = torch.zeros(2 + sum(map(size_of, metrics.values())), dtype=torch.float64, device=device)
 
     def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
@@ -208,26 +210,27 @@ class LossPort:
         read = staged(data.targets, self.device, range(start, start + microbatches))
         self.data = data
         self._read = (lambda m: read(m).clone()) if self.device.type == "cpu" else read  # a loss may change them
-        self._training = training
+        self._training, self._start = training, start
         self._padded = None if training or not isinstance(data, PaddedSource) else data
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""
         (output,) = message
-        targets, versions = self._read(m), [t._version for t in output]
+        targets, versions = self._read(m), [version_counter(t) for t in output]
         if self._padded is not None and (rows := self._padded.real_rows(m)) < self._padded.batch_size:
             output, targets = self._without_padding(output, targets, rows, self._padded.batch_size)
             if not rows:
                 return
         count = count_targets(targets)
         if self._training:
-            loss, gradients = loss_and_gradients(self.losses.training, output, targets, count)
+            check = m % LOSS_CHECK_INTERVAL == 0 or m < self._start + LOSS_CHECK_INTERVAL
+            loss, gradients = loss_and_gradients(self.losses.training, output, targets, count, check=check)
             gradients, report = self._of_share(m, output, gradients, self._report(output, targets, loss, count))
             self._pending[m] = (without_side(output), gradients, (report,))
         else:
             report = self._report(output, targets, _value(self.losses.evaluation, output, targets), count)
             self.totals += self._of_share(m, output, (), report)[1]
-        unchanged = versions == [t._version for t in output]
+        unchanged = versions == [version_counter(t) for t in output]
         require(unchanged, "loss and metrics", "functions that leave the output as it is", "one that changes it", ModelError)
 
     def receive(self, m: int) -> Message:
@@ -288,12 +291,23 @@ def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
     return value
 
 
-def loss_and_gradients(loss: Loss, output: Streams, targets: Tensor, count: Tensor) -> tuple[Tensor, Streams]:
-    """Return the loss of one microbatch and its gradients with respect to the output, all detached; 0 if no target counts."""
+def loss_and_gradients(
+    loss: Loss, output: Streams, targets: Tensor, count: Tensor, *, check: bool = True
+) -> tuple[Tensor, Streams]:
+    """Return the loss of one microbatch and its gradients with respect to the output, all detached; 0 if no target counts.
+
+    Args:
+        check: Whether to check that the loss depends on nothing else that requires a gradient, which takes as long as a small loss.
+    """
     output = tuple(t.requires_grad_(t.is_floating_point()) for t in detached(output))
     streams = without_side(output)
     with torch.enable_grad():
         value = _value(loss, output, targets)
+    if check:
+        for leaf in (leaf for leaf in leaves_of(value) if not any(leaf is t for t in output)):
+            expected = "a function of outputs and targets (optim.weight_decay for a penalty on weights, a block for parameters)"
+            got = f"one of another tensor {[*leaf.shape]}, whose gradient would be lost"
+            raise invalid("loss", expected, got, ModelError)
     gradients = vector_jacobian_products([value], streams, [torch.ones_like(value)]) if value.requires_grad else (None,)
     found = tuple(_unless_empty(count, gradient) for gradient in gradients if gradient is not None)
     if len(found) < len(streams):

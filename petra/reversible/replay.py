@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import string_at
 
 import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, require
-from petra.torch_private import NormBase, version_counter
+from petra.torch_private import Dropout, NormBase, version_counter
 
 _MASK = (1 << 64) - 1
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+MAY_DRAW = (Dropout, nn.RReLU, nn.RNNBase, nn.MultiheadAttention, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+KNOWN = ("torch.nn.modules.", "petra.")
 _global_generators = threading.RLock()
-_watch = threading.local()
 NOTHING: AbstractContextManager[None] = nullcontext()
 """Context that does nothing. A new one would take twice as long."""
 
@@ -64,12 +64,8 @@ class seeded:
     def __enter__(self) -> None:
         if self._seed is None:
             return
-        self._generators = [torch.default_generator]
-        device = self._device
-        if device is not None and device.type == "cuda":
-            own = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[own])
         _global_generators.acquire()  # other threads use the same generators
+        self._generators = _generators(self._device)
         self._states = [generator.get_state() for generator in self._generators]
         for generator in self._generators:
             generator.manual_seed(self._seed)
@@ -77,38 +73,54 @@ class seeded:
     def __exit__(self, *_: object) -> None:
         if self._seed is None:
             return
-        watch: watch_draws | None = getattr(_watch, "current", None)
-        if watch is not None:
-            ends = [generator.get_state() for generator in self._generators]
-            begins = [generator.manual_seed(self._seed).get_state() for generator in self._generators]
-            watch.drew |= list(map(_bytes, begins)) != list(map(_bytes, ends))
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
         _global_generators.release()
 
 
-def _bytes(state: Tensor) -> bytes:
-    """Return the bytes of a generator's state. FakeTensorMode allows no operation of torch on it."""
-    return string_at(state.data_ptr(), state.nbytes)
-
-
 class watch_draws:
-    """Find whether functions that this thread evaluates under :class:`seeded` inside the ``with`` block draw random numbers.
-
-    Args:
-        report: Called with the answer at the end of the ``with`` block.
+    """Find whether the global generators are used inside the ``with`` block. If so, :attr:`drew` is True, and their states are
+    restored.
     """
 
-    def __init__(self, report: Callable[[bool], None]) -> None:
-        self._report, self.drew = report, False
+    __slots__ = ("_generators", "_states", "drew")
 
-    def __enter__(self) -> None:
-        _watch.current = self
+    def __init__(self, device: torch.device) -> None:
+        self._generators = _generators(device)
 
-    def __exit__(self, failed: object, *_: object) -> None:
-        _watch.current = None
-        if not failed:
-            self._report(self.drew)
+    def __enter__(self) -> watch_draws:
+        _global_generators.acquire()
+        self._states = [generator.get_state() for generator in self._generators]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.drew = False
+        for generator, state in zip(self._generators, self._states, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                self.drew = True
+                generator.set_state(state)
+        _global_generators.release()
+
+
+def _generators(device: torch.device | None) -> Sequence[torch.Generator]:
+    """Return the global generators that functions on a device use."""
+    if device is None or device.type != "cuda":
+        return (torch.default_generator,)
+    own = torch.cuda.current_device() if device.index is None else device.index
+    return torch.default_generator, torch.cuda.default_generators[own]
+
+
+def may_draw(module: nn.Module) -> bool | None:
+    """Return whether ``module`` may draw random numbers: False for layers of torch and petra that never do, True if one of them
+    may, such as dropout (a rate of 0 may change during a run), and None for anybody else's module, hook or ``forward``.
+    """
+    if any(isinstance(m, MAY_DRAW) for m in module.modules()):
+        return True
+    others = (
+        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) or not type(m).__module__.startswith(KNOWN)
+        for m in module.modules()
+    )
+    return None if any(others) else False
 
 
 class forbid_inplace:

@@ -9,8 +9,8 @@ from petra.engine.build import make_stage
 from petra.reversible import Coupling
 
 
-def test_generators_are_seeded_only_for_blocks_that_draw() -> None:
-    """Each run finds again which blocks draw random numbers: a rate of dropout may have been 0 in the run before."""
+def test_generators_are_seeded_only_for_blocks_that_may_draw() -> None:
+    """A rate of dropout may be 0 at first and rise during a run."""
     torch.manual_seed(0)
     functions = [nn.Sequential(nn.Linear(3, 3), nn.Dropout(rate)) for rate in (0.0, 0.5)]
     made = make_stage([Coupling(f) for f in functions] + [nn.Bilinear(3, 3, 2)], [Keep.NOTHING] * 2 + [Keep.INPUT], first_block=1)
@@ -22,10 +22,7 @@ def test_generators_are_seeded_only_for_blocks_that_draw() -> None:
         return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, x, strict=True))
 
     assert backward_repeats_the_masks()
-    assert [runner.function.draws for runner in made.runners] == [False, True, False]
     functions[0][1].p = 0.5
-    for runner in made.runners:
-        runner.function.begin_run()
     assert backward_repeats_the_masks()
     assert [runner.function.draws for runner in made.runners] == [True, True, False]
 

@@ -79,7 +79,7 @@ class FollowUpdates(KeepGraph):
         self._edges: dict[int, list[GradientEdge]] = {}
 
     def forward(self, m: int, x: Streams) -> Streams:
-        if self.function.draws is None:  # the first pass of a run
+        if not self._edges:  # the first pass of a run
             self._forbid_recomputation(m, x)
         # A change of a parameter's type, as of weights in bfloat16 during a step, gives it another edge.
         self._edges[m] = [get_gradient_edge(p) for p in self.parameters.values()]
@@ -87,7 +87,7 @@ class FollowUpdates(KeepGraph):
             return super().forward(m, x)
 
     def backward(self, m: int, y: Streams, dy: Streams) -> tuple[Streams, Streams, Gradients]:
-        return self._differentiate(self.stored.pop(m), dy, self.versions.for_backward(m), self._edges.pop(m))
+        return self.differentiate(self.stored.pop(m), dy, self.versions.for_backward(m), self._edges.pop(m))
 
     def _forbid_recomputation(self, m: int, x: Streams) -> None:
         """Evaluate the block once more without hooks, which would hide those of the block from :class:`ForbidRecomputation`."""
