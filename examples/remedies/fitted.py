@@ -17,9 +17,12 @@ from typing import Literal
 
 import torch
 
+from petra.errors import require
 from petra.staleness import WeightPrediction
 from petra.staleness.step import AroundStep
 from petra.torch_private import foreach_add
+
+NUMBERS = ("numerator", "denominator", "gain")
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class FittedPrediction(WeightPrediction):
 
     def parts(self, stage, optimizer, plan, j):
         staleness = self.horizon * plan.stages[j].staleness
+        require(plan.layout.tp == 1, "tp", "1 with FittedPrediction, whose samples are not divided", plan.layout.tp)
         return [_Fitted(stage, optimizer, staleness, self)] if staleness else []
 
 
@@ -48,14 +52,33 @@ class _Fitted(AroundStep):
 
     def after_step(self, change):
         self.values = change
-        self.changes.append(torch.cat([self.sampled(each) for each in change]))
+        self.changes.append([self.sampled(each) for each in change])
         if len(self.changes) > self.count:
-            first, *later = self.changes
+            first, *later = (torch.cat(samples) for samples in self.changes)
             predicted = self.count * first
             self.numerator = self.settings.memory * self.numerator + float(sum(later) @ predicted)
             self.denominator = self.settings.memory * self.denominator + float(predicted @ predicted)
             self.gain = min(max(self.numerator / self.denominator, 0.0), 1.0) if self.denominator else 0.0
         self.refresh()
+
+    def numbers(self):
+        return {name: getattr(self, name) for name in NUMBERS}
+
+    def load(self, numbers):
+        vars(self).update({name: float(numbers[name]) for name in NUMBERS if name in numbers})
+
+    def tensors(self):
+        samples = {f"method/sample{i:03}": self.by_parameter(each) for i, each in enumerate(self.changes)}
+        return super().tensors() | samples
+
+    def resume(self, tensors):
+        self.changes.clear()
+        for saved in (tensors[kind] for kind in sorted(tensors) if kind.startswith("method/sample")):
+            # A parameter from a stage without staleness, on another partition, had no samples.
+            self.changes.append([saved.get(p, torch.zeros_like(self.sampled(p))).to(p.device) for p in self.parameters])
+        if not self.changes:
+            self.numerator = self.denominator = self.gain = 0.0
+        super().resume(tensors)
 
     def sampled(self, tensor):
         flat = tensor.flatten()

@@ -1,6 +1,8 @@
-"""Gradient shrinking: δ is multiplied by β at every boundary with a delay (Zhuang et al. 2021, compared with the authors' code).
+"""Gradient shrinking: δ is multiplied by β at every boundary where gradients get staler (Zhuang et al. 2021, compared with the
+authors' code).
 
-The gradient of stage j is therefore scaled by β^n, where n is the number of delayed boundaries between stage j and the loss.
+The gradient of stage j is therefore scaled by β^n, where n is the number of such boundaries between stage j and the loss. Methods
+whose gradients are exact, such as 1F1B, have none.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ class GradientShrinking(Extension):
     factor: float = 0.9
 
     def wrap_port(self, upstream, plan, j):
-        return _Shrinking(upstream, self.factor) if j > 0 and plan.delays[j - 1] > plan.delays[j] else upstream
+        return _Shrinking(upstream, self.factor) if j > 0 and plan.stages[j - 1].staleness > plan.stages[j].staleness else upstream
 
 
 class _Shrinking(WrappedPort):

@@ -24,6 +24,7 @@ from petra.engine.options.watchdog import Watchdog
 from petra.errors import DataError, Interrupted, require
 from petra.hooks import Hook
 from petra.training import FORMATS, Checkpoints, JsonLines, Lines, Trainer, UpdateMeans, Watcher, export, limited, peak_memory
+from petra.training.trainer import require_an_update
 
 from ..config.schema import MEMORY, Config
 from ..runtime.agent import StopRequest
@@ -115,6 +116,7 @@ class TrainingRun:
         facts["preparation"] = None if train.preparation is None else asdict(train.preparation)
         limit = config.trainer.limit_batches
         batches = limited(train.batches_per_epoch, limit)
+        require_an_update(config.k, config.trainer.epochs * batches)
         self.pipeline = setup.pipeline(batches, replicas)
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
         same = start.facts.get("contents") in (None, train.contents)
@@ -223,8 +225,6 @@ def _warnings(config: Config, batches: int, vocabulary: str | None) -> Iterator[
     known = config.model.name == "huggingface" and file.is_file() and (vocabulary or config.data.name == "text")
     if known and vocabulary != fingerprint(load_vocabulary(file)):
         yield f"warning: data.root: expected tokens of {file} (petra tokenize --vocabulary {file.parent}), got others"
-    if (total := config.trainer.epochs * batches) < config.k:
-        yield f"warning: k={config.k}: the run has only {total} microbatches, so it ends before its first update"
     if (warmup := config.schedule.options.get("warmup_epochs", 0)) >= config.trainer.epochs:
         reached = f"the learning rate reaches {config.trainer.epochs / warmup:.0%} of its peak, at the end of the run"
         yield f"warning: schedule.warmup_epochs={warmup:g}: expected less than trainer.epochs={config.trainer.epochs}; {reached}"

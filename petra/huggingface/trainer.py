@@ -194,6 +194,9 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         args, started, loader, k = self.args, time.time(), self.get_train_dataloader(), self.pipeline.plan.k
         per_epoch = math.ceil(len(loader) / k)
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        require(
+            steps > 0, "num_train_epochs", "a number > 0, and data with a batch: there would be no update", args.num_train_epochs
+        )
         self._rates, self.state = rates(args, steps), TrainerState()
         self.state.compute_steps(args, steps)
         if resume_from_checkpoint:

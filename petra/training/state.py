@@ -20,6 +20,7 @@ from petra.engine.options.optimizer_state import Kinds
 from petra.engine.options.state import kinds_of, load_kinds, numbers_of
 from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
+from petra.training.unsaved import notice_unsaved
 from petra.training.weight_files import State, load_into, read_tensors
 
 
@@ -36,6 +37,7 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
         return state
     for worker in pipeline.workers.values():
         kinds, numbers = kinds_of(worker), numbers_of(worker)
+        notice_unsaved(worker, kinds)
         kinds = kinds if pipeline.replicas is None else pipeline.replicas.whole(kinds)
         for block, module in pipeline.blocks_of(worker.index):
             state |= {f"{block}/model/{name}": value.detach() for name, value in module.state_dict().items()}

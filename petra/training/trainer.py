@@ -75,6 +75,7 @@ class Trainer:
         rate = pipeline.recipe.learning_rate
         if rate is None:
             raise invalid("learning_rate", "a function of the microbatches done, for a pipeline with a trainer", "None")
+        require(limit is None or (is_integer(limit) and limit >= 1), "limit", "None or an integer >= 1", limit)
         for name, source, length in (("train", train, "batches_per_epoch"), ("test", test, "batches")):
             require(hasattr(source, length), name, f"a source with the attribute {length}", type(source).__name__)
         self.pipeline, self.train, self.test, self._learning_rate = pipeline, train, test, rate
@@ -89,11 +90,13 @@ class Trainer:
         """Train until ``epochs`` epochs are done, and return all of them.
 
         Raises:
-            ConfigError: If ``epochs`` is not an integer >= 0.
+            ConfigError: If ``epochs`` is not an integer >= 0, or so many epochs have no update.
             Interrupted: In every process, if any was asked to stop. The last checkpoint is complete.
             PetraError: In every process, if a checkpoint cannot be written. The pipeline has drained.
         """
         require(is_integer(epochs) and epochs >= 0, "epochs", "an integer >= 0", epochs)
+        if epochs > len(self.history):
+            require_an_update(self.pipeline.plan.k, epochs * self.microbatches)
         while len(self.history) < epochs:
             try:
                 self._run_epoch(len(self.history) + 1)
@@ -195,6 +198,15 @@ class Trainer:
         if any(all_gather_objects(self.stop())):
             self.checkpoints.wait()
             raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
+
+
+def require_an_update(k: int, microbatches: int) -> None:
+    """Check that a run has at least one update.
+
+    Raises:
+        ConfigError: If it has fewer microbatches than an update has.
+    """
+    require(k <= microbatches, "k", f"at most the {microbatches} microbatches of the run, which would have no update", k)
 
 
 def limited(batches: int, limit: int | None) -> int:

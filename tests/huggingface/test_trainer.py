@@ -148,6 +148,8 @@ def test_what_cannot_be_mapped_is_refused_by_name(
     assert capsys.readouterr().out == "max_grad_norm=0.5 of each stage: with petra they update apart\n"
     with pytest.raises(ConfigError, match=r"PetraTrainer\.predict: expected save_model"):
         trainer.predict(data)
+    with pytest.raises(ConfigError, match=r"num_train_epochs: expected a number > 0, .*: there would be no update, got 0"):
+        PetraTrainer(model, arguments(tmp_path, max_steps=-1, num_train_epochs=0), train_dataset=data, stages=2).train()
     with pytest.raises(ConfigError, match="resume_from_checkpoint: expected a folder that PetraTrainer has saved"):
         trainer.train(resume_from_checkpoint=str(tmp_path))
     with pytest.raises(ConfigError, match=r"train_dataset: expected a data set with a length > 0, .* got list"):

@@ -92,6 +92,19 @@ def test_starts_that_are_refused(overrides: str, message: str, trained: Path) ->
         train(*resumed, "trainer.epochs=2", *words)
 
 
+@pytest.mark.parametrize(
+    "overrides", ["k=5", "k=3 trainer.limit_batches=2", "k=9 trainer.epochs=2 trainer.stages=1", "dp=1 k=1000"]
+)
+def test_a_run_that_has_no_update_ends_before_training(overrides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An epoch has four microbatches. The last k that fits trains."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        PetraError, match=r"^k: expected at most the \d microbatches of the run, which would have no update, got \d+$"
+    ):
+        train(*overrides.split(), "run_dir=none")
+    assert not Path("none", "config.yaml").exists()
+
+
 def test_weights_of_a_network_with_another_head(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train("data.classes=7", "optim.lr=0", f"init_from={trained}", "init_skip=[head]", "run_dir=tuned")
     told = f"initial weights of 9 of 10 blocks from {trained}/model.pt, after microbatch 4 (1 epochs done); random: head"

@@ -12,7 +12,7 @@ from petra import UpdateRules
 from petra.staleness.feedback import Feedback
 from petra.training.optim import OPTIMIZERS
 from petra.training.state import load_state, state_of
-from tests.support.nets import RandomSource, mixed
+from tests.support.nets import RandomSource, Recorder, gradients, mixed, mixed_net
 from tests.support.refusals import refuses
 from tests.support.remedies import Remedy
 
@@ -53,7 +53,8 @@ def test_fitted_prediction_has_the_gain_of_geometric_changes(ratio: float) -> No
     weight, seen = nn.Parameter(torch.zeros(3)), []
     optimizer = torch.optim.SGD([weight], lr=1.0)
     stage = SimpleNamespace(use_in_forward=lambda predicted: seen.append(predicted[weight] - weight.detach()))
-    FittedPrediction().parts(stage, optimizer, SimpleNamespace(stages=[SimpleNamespace(staleness=3.0)]), 0)
+    plan = SimpleNamespace(stages=[SimpleNamespace(staleness=3.0)], layout=SimpleNamespace(tp=1))
+    FittedPrediction().parts(stage, optimizer, plan, 0)
     changes = [ratio**t * torch.tensor([1.0, -2.0, 0.5]) for t in range(8)]
     for change in changes:
         weight.grad = -change
@@ -94,3 +95,16 @@ def test_state_resumes_on_another_partition(remedy: Remedy, kind: str, missing: 
     assert {key.split("/")[0] for key in loaded} - {key.split("/")[0] for key in saved} == {"block3"}
     for key, value in loaded.items():
         torch.testing.assert_close(value, saved.get(key, torch.full_like(value, missing)), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("method", ["1f1b", "gpipe", "backprop", "pipedream_2bw", "petra"])
+def test_remedies_follow_staleness_and_not_delays(method: str) -> None:
+    """Gradients that are exact, or equally stale at all stages, are shrunk at no boundary."""
+    found, plain = ([], [])
+    for values, run in ((Remedy(shrink=0.5), found), (Remedy(), plain)):
+        pipeline = mixed(remedy=values, method=method, k=5, optimizer=Recorder)
+        pipeline.train(RandomSource(), 5)
+        run.append(gradients(pipeline))
+    ratios = {key.split(".")[0]: float(g.norm() / plain[0][key].norm()) for key, g in found[0].items() if plain[0][key].any()}
+    expected = [0.5**n for n in (5, 4, 3, 2, 1, 0)] if method == "petra" else [1.0] * 6
+    assert [ratios[b.name] for b in mixed_net().blocks] == pytest.approx(expected)

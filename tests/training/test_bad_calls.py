@@ -26,17 +26,15 @@ from petra.training.state import load_state, state_of
 from tests.support.nets import RandomSource, hook, make_pipeline, mixed, mixed_net, sgd
 
 
-def build(seed: int = 0) -> Pipeline:
-    rate = MultiStep(0.1, 2, 2)
-    return make_pipeline(
-        mixed_net(), RandomSource().spec, learning_rate=rate, optimizer=lambda m: torch.optim.SGD(m.parameters()), seed=seed
-    )
+def build(seed: int = 0, k: int = 1) -> Pipeline:
+    settings = {"learning_rate": MultiStep(0.1, 2, 2), "optimizer": lambda m: torch.optim.SGD(m.parameters()), "seed": seed, "k": k}
+    return make_pipeline(mixed_net(), RandomSource().spec, **settings)
 
 
-def trainer(train: object = TrainSource, test: object = EvalSource) -> Trainer:
+def trainer(train: object = TrainSource, test: object = EvalSource, limit: int | None = None, **settings: Any) -> Trainer:
     data = load_dataset("synthetic", images=16, size=8)
     made = {TrainSource: TrainSource(data, 2, 0), EvalSource: EvalSource(data, 2)}
-    return Trainer(build(), made[train], made[test])
+    return Trainer(build(**settings), made[train], made[test], limit=limit)
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -118,6 +116,12 @@ def test_an_evaluation_without_targets_or_a_finite_loss_is_a_warning(
         (lambda path: build().hooks.append(hook(forward_beginn=print)), "Functions: expected the event forward_begin, got "),
         (lambda path: Checkpoints(path, every=0), r"checkpoint\.every: expected None or an integer >= 1, got 0"),
         (lambda path: Checkpoints(path).save(build(), {"a": object()}), "cannot be written .*not JSON serializable"),
+        (
+            lambda path: trainer(k=17).fit(2),
+            "k: expected at most the 16 microbatches of the run, which would have no update, got 17",
+        ),
+        (lambda path: trainer(k=5, limit=2).fit(2), "k: expected at most the 4 microbatches of the run, .*, got 5"),
+        (lambda path: trainer(limit=0), "limit: expected None or an integer >= 1, got 0"),
         (lambda path: trainer().fit(-1), "epochs: expected an integer >= 0, got -1"),
         (lambda path: trainer(EvalSource, TrainSource), "train: expected a source with the attribute batches_per"),
     ],
