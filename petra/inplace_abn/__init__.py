@@ -8,6 +8,7 @@ from functools import partial
 
 from petra.data import DATASETS, DECODED
 from petra.inplace_abn.confusion import ConfusionMatrix
+from petra.inplace_abn.convert import authors_state, to_batch_norm, to_inplace_abn
 from petra.inplace_abn.deeplab import deeplabv3
 from petra.inplace_abn.layer import InPlaceABN, norm_act
 from petra.inplace_abn.losses import bootstrapped_cross_entropy
@@ -33,6 +34,7 @@ __all__ = [
     "PIXEL_MODELS",
     "ConfusionMatrix",
     "InPlaceABN",
+    "authors_state",
     "bootstrapped_cross_entropy",
     "camvid",
     "cityscapes",
@@ -42,6 +44,8 @@ __all__ = [
     "resnext152",
     "resnext_preact",
     "segmentation",
+    "to_batch_norm",
+    "to_inplace_abn",
     "vistas",
     "wide_resnet38",
 ]
