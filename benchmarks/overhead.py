@@ -1,6 +1,8 @@
 """Measure the engine's overhead: PETRA in one process, compared with a bare loop that makes the same calls on tiny blocks.
 
-python -m benchmarks.overhead --out runs/overhead.json
+python -m benchmarks.overhead --out runs/overhead.json --watched
+
+``--watched`` adds what ``petra train`` attaches to every run, and what a key attaches, each alone.
 
 ``--clock cpu`` measures CPU time, which depends less on other work on the machine.
 """
@@ -17,7 +19,11 @@ from torch.nn import functional as F
 
 from benchmarks.report import alternate, benchmark_parser, save, spread, table
 from benchmarks.two_stages import Noise, Split, sgd
-from petra import BlockSpec, Model, Pipeline, Recipe, TensorSpec
+from petra import BlockSpec, Hook, Model, Pipeline, Recipe, TensorSpec
+from petra.diagnostics.reconstruction_error import ReconstructionMonitor
+from petra.diagnostics.recorder import StageTimes
+from petra.diagnostics.weight_drift import WeightDrift, distance
+from petra.engine.options.watchdog import Watchdog
 from petra.reversible import Coupling
 
 FEATURES = 8
@@ -39,6 +45,25 @@ def coupling() -> Coupling:
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def attached(build: Callable[[], Pipeline], hook: Callable[[Pipeline], Hook]) -> Pipeline:
+    """Return a pipeline with a hook."""
+    pipeline = build()
+    pipeline.hooks.append(hook(pipeline))
+    return pipeline
+
+
+def watched(build: Callable[[], Pipeline], data: Noise, microbatches: int) -> dict[str, Callable[[], object]]:
+    """Return runs of the engine with one addition each. The first three are those of every ``petra train``."""
+    hooks: dict[str, Callable[[Pipeline], Hook]] = {
+        "reconstruction warning": ReconstructionMonitor,
+        "watchdog": lambda pipeline: Watchdog(pipeline.workers, 0),
+        "drift (trainer.stage_metrics)": lambda pipeline: WeightDrift(pipeline, distance(pipeline.plan.k, 10)),
+        "times (trainer.stage_metrics)": StageTimes,
+    }
+    found = {name: partial(attached(build, hook).train, data, microbatches) for name, hook in hooks.items()}
+    return {**found, "stop on Ctrl-C": partial(build().train, data, microbatches, stop=lambda: False)}
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -81,6 +106,7 @@ def main() -> None:
     parser.add_argument("--k", type=int, default=4, help="microbatches per update")
     parser.add_argument("--microbatches", type=int, default=400, help="microbatches of one round of one contestant")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="time to measure")
+    parser.add_argument("--watched", action="store_true", help="also measure what petra train attaches")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -92,18 +118,19 @@ def main() -> None:
     other, clock = build(), CLOCKS[options.clock]
     blocks = [block for stage in other.stages.values() for block in stage.module]
     optimizers = [w.update.optimizer for w in other.workers.values() if w.update.optimizer is not None]
-    seconds = alternate(
-        {
-            "engine": partial(timed, partial(build().train, data, options.microbatches), clock),
-            "bare loop": partial(timed, partial(bare, blocks, optimizers, options.k, data, options.microbatches), clock),
-        },
-        options.rounds,
-    )
+    runs: dict[str, Callable[[], object]] = {
+        "engine": partial(build().train, data, options.microbatches),
+        "bare loop": partial(bare, blocks, optimizers, options.k, data, options.microbatches),
+        **(watched(build, data, options.microbatches) if options.watched else {}),
+    }
+    seconds = alternate({name: partial(timed, run, clock) for name, run in runs.items()}, options.rounds)
     each = {name: [1e6 * s / options.microbatches / options.stages for s in values] for name, values in seconds.items()}
-    overhead = [a - b for a, b in zip(each["engine"], each["bare loop"], strict=True)]
+    own = {name: "bare loop" if name == "engine" else "engine" for name in each if name != "bare loop"}
+    added = {name: [a - b for a, b in zip(each[name], each[base], strict=True)] for name, base in own.items()}
     print(f"{options.stages} stages, k = {options.k}, time per stage and microbatch\n")
-    print(table({**{name: spread(values) for name, values in each.items()}, "difference": spread(overhead)}, "µs"))
-    save(options, {"microseconds": each, "overhead": spread(overhead)})
+    rows = {f"{name} − {own[name]}": spread(values) for name, values in added.items()}
+    print(table({**{name: spread(values) for name, values in each.items()}, **rows}, "µs"))
+    save(options, {"microseconds": each, "overhead": spread(added["engine"])})
 
 
 if __name__ == "__main__":

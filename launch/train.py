@@ -61,9 +61,11 @@ def train_or_start(name: str, read: Callable[[], list[Config]]) -> None:
 
 def train(configs: Sequence[Config], process: Process) -> None:
     """Train each configuration in this process of its run."""
-    from .elastic.run import run
-
     for config in configs:
+        if config.cluster.elastic and not config.dry_run:
+            from .elastic.run import run
+        else:
+            from .run.training import run
         run(config, process)
 
 

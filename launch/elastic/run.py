@@ -28,7 +28,6 @@ from petra.training.state import state_of
 from petra.training.weight_files import State
 
 from ..config.schema import Config
-from ..run import training
 from ..run.build import Setup, set_up
 from ..run.records import exclusive_folder
 from ..run.resume import Start, find_start
@@ -62,14 +61,11 @@ class Handover:
 
 
 def run(config: Config, process: Process) -> None:
-    """Train one configuration. Every process of the run must call this function.
+    """Train one configuration with ``cluster.elastic``. Every process of the run must call this function.
 
     Raises:
         PetraError: If the configuration or its data cannot be used, or if this process can't reach the others of its replica.
     """
-    if not config.cluster.elastic or config.dry_run:
-        training.run(config, process)
-        return
     replica = Replica.from_environment(process, config.dp)
     setup = set_up(config, replica.in_run(range(config.dp)))
     require(all(setup.plan.layout.processes), "cluster.elastic", "false if processes have no stage", "true")
