@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.distributed import all_gather_objects, bind_device, raise_on_all_ranks
-from petra.engine.build import build_stages, build_workers, check_drained, load_blocks, when_completed
+from petra.engine.build import build_stages, build_workers, load_blocks, when_completed
 from petra.engine.endpoints import DataPort, DataSource, LossPort, require_source
 from petra.engine.executor import Executor
 from petra.engine.metrics import size_of
+from petra.engine.options.finite_check import check_drained
 from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result

@@ -57,7 +57,7 @@ def build_stages(
             k=plan.k,
             seed=seed,
             numerics=plan.numerics,
-            grid=_grid(plan, device) if plan.numerics.exact_streams else None,
+            grid=_grid(plan, device),
             overwritten=own.staleness > 0 and own.weights is Weights.CURRENT,
             returns_input=j > 0 and returns_activations(plan.stages[j - 1].keeps[-1]),
             outputs=own.outputs,
@@ -120,6 +120,15 @@ def make_stage(
     return Stage(runners, Accumulation(nn.ModuleList(blocks), k), returns_input=returns_input, channels_last=numerics.channels_last)
 
 
+def _grid(plan: Plan, device: torch.device) -> Grid | None:
+    """Return a new grid for exact streams, if the plan asks for them."""
+    if not plan.numerics.exact_streams:
+        return None
+    from petra.engine.options.exact_streams import grid_of
+
+    return grid_of(plan, device)
+
+
 def _around(block: nn.Module, numerics: Numerics, grid: Grid | None, *, overwritten: bool) -> list[Around]:
     """Return what changes how a block is evaluated, from the inside out."""
     around: list[Around] = []
@@ -136,27 +145,6 @@ def _around(block: nn.Module, numerics: Numerics, grid: Grid | None, *, overwrit
 
         around.append(ForbidRecomputation(block))
     return around
-
-
-def _grid(plan: Plan, device: torch.device) -> Grid:
-    """Return a new grid for exact streams, in the type of the plan's streams."""
-    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
-    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
-
-
-def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.device) -> None:
-    """Check the values of a drained pipeline: exact streams and non-finite numbers. Every rank must call this function.
-
-    Raises:
-        ModelError: If exact streams exceeded the range of the grid at a stage. Raised on every rank.
-        NumericsError: If a value is non-finite and the update rules say stop.
-    """
-    if plan.numerics.exact_streams:
-        from petra.engine.options.exact_streams import check_range
-
-        check_range(_grid(plan, device), [worker.stage for worker in workers.values()])
-    for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
-        worker.update[FiniteCheck].check_drained(worker.update.last_t)
 
 
 def build_workers(

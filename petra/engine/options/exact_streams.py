@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from petra.engine.block_function import Around
 from petra.engine.stage import Stage
+from petra.plan import Plan
 from petra.reversible import Grid, ReversibleBlock
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams, side_tensors, without_side
@@ -45,16 +46,20 @@ class OnGrid(Around):
         self.grid.largest = largest
 
 
-def check_range(joint: Grid, stages: Iterable[Stage]) -> None:
-    """Check that exact streams stayed in the range of the grid. Every rank must call this function, with its stages.
+def grid_of(plan: Plan, device: torch.device) -> Grid:
+    """Return a new grid in the type of a plan's streams."""
+    pairs = [profile.outputs for profile in plan.layout.profiles if profile.reversible]
+    return Grid(pairs[0][0].dtype if pairs else torch.float32, device)
 
-    Args:
-        joint: A new grid, for the largest magnitude of all stages.
+
+def check_range(plan: Plan, device: torch.device, stages: Iterable[Stage]) -> None:
+    """Check that exact streams stayed in the range of the grid. Every rank must call this function, with its stages.
 
     Raises:
         ModelError: If they exceeded it at a stage. Raised on every rank.
     """
     around = [each for stage in stages for each in stage.runners[0].function.around]
+    joint = grid_of(plan, device)  # with the largest magnitude of all stages
     joint.largest = torch.stack([joint.largest, *(each.grid.largest for each in around if isinstance(each, OnGrid))]).amax()
     if dist.is_initialized():
         dist.all_reduce(joint.largest, dist.ReduceOp.MAX)

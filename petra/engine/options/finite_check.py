@@ -14,7 +14,9 @@ from torch import Tensor
 
 from petra.engine.stage import Stage
 from petra.engine.update import Part, Pending, scalar, squared_norm
+from petra.engine.worker import Worker
 from petra.errors import NumericsError
+from petra.plan import Plan
 from petra.reversible import running_statistics
 from petra.specs import Message, Streams
 from petra.torch_private import foreach_copy_, foreach_norm, preserve_version_counter
@@ -197,6 +199,21 @@ class FiniteCheck(Part):
 
     def sum_received(self) -> Tensor:
         return torch.stack(self.received).sum(dtype=torch.float64) if self.received else scalar(0, self.device)
+
+
+def check_drained(plan: Plan, workers: Mapping[int, Worker], device: torch.device) -> None:
+    """Check the values of a drained pipeline: exact streams and non-finite numbers. Every rank must call this function.
+
+    Raises:
+        ModelError: If exact streams exceeded the range of the grid at a stage. Raised on every rank.
+        NumericsError: If a value is non-finite and the update rules say stop.
+    """
+    if plan.numerics.exact_streams:
+        from petra.engine.options.exact_streams import check_range
+
+        check_range(plan, device, [worker.stage for worker in workers.values()])
+    for worker in reversed([*workers.values()]):  # check later stages first: gradients flow upstream
+        worker.update[FiniteCheck].check_drained(worker.update.last_t)
 
 
 class CheckedPort(WrappedPort):
