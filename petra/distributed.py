@@ -19,18 +19,25 @@ run_collective: ContextVar[Callable[[Callable[[], object]], object]] = ContextVa
 """Runs a collective of :func:`all_gather_objects`. An elastic run ends it if another process is lost (:mod:`petra.elastic`)."""
 
 
-def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None, call: str | None = None) -> list[Any]:
     """Return the values of all ranks, in rank order, on every rank. Without a process group, return ``[value]``.
 
     Args:
         value: Any object that can be pickled.
         group: A process group of all ranks. None uses the default group.
+        call: The caller's call, which every rank must make at this point, in words for the error.
+
+    Raises:
+        PetraError: If ranks make different calls. Raised on every rank.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    run_collective.get()(partial(dist.all_gather_object, values, value, group))
-    return values
+    found: list[Any] = [None] * dist.get_world_size()
+    run_collective.get()(partial(dist.all_gather_object, found, (call, value), group))
+    for rank, (other, _) in enumerate(found):
+        got = f"{found[0][0] or 'another call'} on rank 0 and {other or 'another call'} on rank {rank}"
+        require(other == found[0][0], "calls", "the same on all ranks, in the same order", got, PetraError)
+    return [value for _, value in found]
 
 
 def bind_device(device: torch.device | str) -> torch.device:
@@ -67,10 +74,11 @@ def is_communication_error(error: Exception) -> bool:
 
 
 @contextmanager
-def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None = None, call: str | None = None) -> Iterator[None]:
     """Raise the same error on every rank if the body raises a :class:`PetraError` on any rank.
 
-    Every rank must enter the context. Without it, the other ranks would wait in the next collective for the rank that failed.
+    Every rank must enter the context, in the same ``call`` (:func:`all_gather_objects`). Without it, the other ranks would wait in
+    the next collective for the rank that failed.
 
     Raises:
         PetraError: If the body raises one on any rank. The text contains each distinct message on its own line. If all errors are
@@ -81,7 +89,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None = None) -> Iterator[None]
         yield
     except PetraError as error:
         own = error
-    found = all_gather_objects(None if own is None else (type(own), str(own)), group)
+    found = all_gather_objects(None if own is None else (type(own), str(own)), group, call)
     messages = dict.fromkeys(error for error in found if error is not None)
     if messages:
         if own is not None and len(messages) == 1:

@@ -97,6 +97,11 @@ def alternatives(values: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
+def located(error: BaseException) -> str:
+    """Return the stage and microbatch in which an error began, such as ``in stage 2, microbatch 0, forward``, or nothing."""
+    return next((note for note in getattr(error, "__notes__", []) if note.startswith("in stage ")), "")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -121,7 +121,7 @@ class Pipeline:
         self.replica = position if replicas is None else replicas.replica
         self.hooks, self.microbatches_done = Hooks(), 0
         self.measures: list[Callable[[], Mapping[str, Any]]] = []
-        loss_port, self.replicas = LossPort, replicas
+        loss_port, self.replicas, self._may_change = LossPort, replicas, replicas is not None
         if plan.layout.dp > 1:
             from petra.engine.options.replicas import Replicas
             from petra.engine.options.shares import ShareLossPort
@@ -181,7 +181,9 @@ class Pipeline:
             NumericsError: If a loss, a gradient or running statistics are not finite (:class:`petra.UpdateRules`).
         """
         start = self.microbatches_done
-        self._set_data(data, start, microbatches, training=True)
+        call = f"Pipeline.train({microbatches} microbatches, stop={'None' if stop is None else 'a function'})"
+        with self._called(call):
+            self._set_data(data, start, microbatches, training=True)
         self._source.on_microbatch = on_microbatch
         for begin in self.hooks.calls("train_begin"):
             begin(start, start + microbatches)
@@ -205,7 +207,8 @@ class Pipeline:
 
     def evaluate(self, data: DataSource, microbatches: int) -> Result:
         """Evaluate microbatches 0 to ``microbatches`` - 1, with averaged weights if the rules ask for averages."""
-        microbatches = self._set_data(data, 0, microbatches, training=False)
+        with self._called(f"Pipeline.evaluate({microbatches} microbatches)"):
+            microbatches = self._set_data(data, 0, microbatches, training=False)
         with self.averaged(), evaluating(self.stages.values()):
             rounds = evaluation_rounds(self.plan.boundary_delays, microbatches)
             self._executor.run(rounds, microbatches, training=False)
@@ -248,7 +251,9 @@ class Pipeline:
         """All-gather the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1."""
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         measured = {key: value for measure in self.measures for key, value in measure().items()}
-        gathered = all_gather_objects({**own, **measured})[: len(self.plan.layout.processes) * self.plan.layout.tp]
+        gathered = all_gather_objects({**own, **measured}, call="Pipeline.stage_metrics()")[
+            : len(self.plan.layout.processes) * self.plan.layout.tp
+        ]
         return {key: value for part in gathered for key, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -270,6 +275,10 @@ class Pipeline:
 
     def __repr__(self) -> str:
         return f"Pipeline({self.plan}, rank {self.rank} of {self.world}, {self.microbatches_done} microbatches done)"
+
+    def _called(self, call: str) -> AbstractContextManager[None]:
+        """Return the context of a call's start. The ranks of replicas that may be lost are not checked."""
+        return NOTHING if self._may_change else raise_on_all_ranks(call=call)
 
     def _set_data(self, data: DataSource, start: int, microbatches: int, *, training: bool) -> int:
         trains = not training or any(block.trained for block in self.plan.layout.profiles)

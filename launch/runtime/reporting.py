@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError
+from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError, located
 
 from .rank import Process
 
@@ -56,8 +56,9 @@ def report_errors(process: Process) -> Iterator[None]:
     except CommunicationError as error:
         _exit_after_lost_connection(str(error))
     except PetraError as error:
-        began_here = error.origin if isinstance(error, NumericsError) else process.first
-        _exit_with_error(str(error), wait=0 if began_here else ORIGIN_WAIT)
+        place = "" if isinstance(error, NumericsError) else located(error)  # other ranks have not raised an error of a stage
+        began_here = error.origin if isinstance(error, NumericsError) else process.first or bool(place)
+        _exit_with_error(f"{error} ({place})" if place else str(error), wait=0 if began_here else ORIGIN_WAIT)
     except KeyboardInterrupt:
         sys.exit(CANCELLED)
     except Exception as error:

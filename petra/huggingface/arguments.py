@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from petra.engine.endpoints import Loss
-from petra.errors import PetraError, require
+from petra.errors import PetraError, located, require
 
 MAPPED = re.compile(
     "output_dir|do_.*|resume_from_checkpoint|per_device_.*|gradient_accumulation_steps|num_train_epochs|max_steps|learning_rate|lr_.*|warmup_.*|"
@@ -66,7 +66,8 @@ def _report_once(kind: type[BaseException], error: BaseException, trace: Any) ->
         return
     with suppress(FileExistsError):  # of the process that has reported it, in torchrun's folder for this start
         Path(os.environ[ERROR_FILE]).parents[1].joinpath("reported").touch(exist_ok=False)
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        place = located(error)
+        print(f"error: {error}" + (f" ({place})" if place else ""), file=sys.stderr, flush=True)
 
 
 def rates(args: Any, steps: int) -> list[float]:

@@ -120,7 +120,7 @@ class Checkpoints:
 
     def _write(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
         draft = self.folder / f"{name}{PART}"
-        with raise_on_all_ranks(self._group), self._named_errors(name):
+        with raise_on_all_ranks(self._group, f"Checkpoints.save({name})"), self._named_errors(name):
             if self._rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for leftover in self.folder.glob(f"*{PART}"):  # of interrupted saves

@@ -195,7 +195,7 @@ class Trainer:
     def _save_and_stop(self, score: float | None) -> None:
         """Save the drained pipeline, and raise :class:`Interrupted` if any process was asked to stop."""
         self.checkpoints.save(self.pipeline, {"trainer": self.state()}, score)
-        if any(all_gather_objects(self.stop())):
+        if any(all_gather_objects(self.stop(), call="Trainer.fit()")):
             self.checkpoints.wait()
             raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
 

@@ -19,6 +19,7 @@ from launch.run import records
 from launch.runtime.rank import Process
 from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
+from petra.errors import DataError, ModelError
 from petra.specs import Streams
 from stress.kill_many import children
 from tests.support.forked import Forked, used
@@ -98,6 +99,8 @@ MEMORY = r"error: out of memory in stage 10, microbatch 5, backward: can't alloc
     [
         ("backward", partial(torch.empty, 2**58), MEMORY),
         ("evaluate", partial(raise_, ValueError("a bug")), "in stage 6, microbatch 0, evaluation"),
+        ("forward", partial(raise_, DataError("got 7")), r"error: got 7 \(in stage 6, microbatch 5, forward\)"),
+        ("evaluate", partial(raise_, ModelError("got 7")), r"error: got 7 \(in stage 6, microbatch 0, evaluation\)"),
     ],
 )
 def test_a_failing_stage_is_reported_once(operation: str, fails: Callable[[], object], told: str, tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_a_failing_stage_is_reported_once(operation: str, fails: Callable[[], ob
     assert all(statuses)
     lines = [line for line in run.output().splitlines() if re.fullmatch(told, line)]
     assert len(lines) == 1, run.output()
-    assert run.output().count("Traceback (most recent call last)") == (told != MEMORY)
+    assert run.output().count("Traceback (most recent call last)") == (not told.startswith("error: "))
     assert errors(run) == [line for line in lines if line.startswith("error: ")]
 
 
@@ -122,6 +125,23 @@ def test_out_of_memory_is_one_line(error: Exception, told: str, capsys: pytest.C
     with pytest.raises(SystemExit) as ended, report_errors(Process(0, 1, 0, 1)):
         raise error
     assert (ended.value.code, capsys.readouterr().err) == (2, f"error: out of memory in stage 6, microbatch 5, forward: {told}\n")
+
+
+def test_only_errors_that_all_ranks_raise_wait_for_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error in training begins at one rank, which reports it at once and says where."""
+    waits: list[float] = []
+    monkeypatch.setattr("launch.runtime.reporting.time.sleep", waits.append)
+    for notes, told in ((["in stage 2, microbatch 5, forward"], "got 7 (in stage 2, microbatch 5, forward)"), ([], "got 7")):
+        for rank in (0, 1):
+            error = DataError("got 7")
+            for note in (*notes, "the pipeline was last drained after microbatch 0"):
+                error.add_note(note)
+            with pytest.raises(SystemExit), report_errors(Process(rank, 2, rank, 2)):
+                raise error
+            assert capsys.readouterr().err == f"error: {told}\n"
+    assert [wait > 0 for wait in waits] == [False, False, False, True]
 
 
 def own_session(rank: int) -> None:
