@@ -19,9 +19,11 @@ from functools import partial
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.event_graph import PREDICTED, ZB_H1
+from petra.cost_model.keeps import BlockMemory, tune_keeps
 from petra.cost_model.machines import Link, Machines
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import Prediction, predict
+from petra.cost_model.stage_memory import Known
 from petra.errors import ConfigError, PetraError, require, within
 from petra.method import METHODS, Keep, Method
 from petra.plan.transport import simulated_transport
@@ -32,7 +34,7 @@ from .config.compose import compose_overrides
 from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import AUTO, Config
 from .run.build import Setup, set_numerics, set_up
-from .run.costs import MEMORY_PARTS, show_progress, stage_memories
+from .run.costs import MEMORY_PARTS, block_memories, show_progress, stage_memories
 from .run.expected import PAGE, TASKS, Expected, expected, in_range, setting_of, shown
 from .run.targets import optimizer_factory
 from .runtime.rank import Process
@@ -47,6 +49,8 @@ UNKNOWN = "not known here"
 REASONS = {True: "by throughput, late gradients", False: "by throughput, exact gradients"}
 """Reasons for a recommendation, for late gradients and others, where it is not known what staleness costs."""
 NOT_TRAINED = f"{ZB_H1.name} is only predicted, without its memory: petra does not train with it"
+KEEP_AUTO = replace(METHODS["petra"], name="petra, method.keep=auto")
+"""Stands for PETRA whose blocks store what is fastest within the memory of the devices."""
 AUTO_DELAY = replace(METHODS["petra"], name="petra, d=auto")
 """Stands for PETRA with the smallest delays that keep the throughput."""
 RECOMPUTED = replace(METHODS["1f1b"], name="1f1b, method.keep=input", keep=Keep.INPUT)
@@ -85,6 +89,7 @@ class Candidate:
         traffic: Bytes that cross all boundaries per microbatch.
         link_use: Fraction of the period in which the busiest direction of a link transfers.
         memory: Memory of each device; empty if it is not predicted.
+        limit: Memory that the smallest device has, in bytes.
         expected: What staleness costs in a benchmark of such runs; None if that is not known.
     """
 
@@ -94,6 +99,7 @@ class Candidate:
     traffic: int
     link_use: float
     memory: Sequence[PredictedMemory]
+    limit: float
     expected: Expected | None = None
 
     @property
@@ -127,6 +133,10 @@ class Candidate:
         """Return the keys of a configuration that select the method, its partition and its delays."""
         (name, *words), delay = self.method.name.split(", "), self.method.delay
         chosen: dict[str, object] = {"method": name, **dict(word.split("=") for word in words if word.startswith("method."))}
+        if self.tuned.keep is not None and self.limit == float("inf"):
+            chosen["method.keep"] = f"[{','.join(self.tuned.keep)}]"
+        elif self.tuned.keep is not None:
+            chosen["trainer.memory_limit"] = f"{self.limit / 1e9:g}"
         if {*self.tuned.stages} != {1}:  # by default, each block is a stage
             chosen["trainer.stages"] = list(self.tuned.stages)
         if delay not in ((), getattr(METHODS.get(name), "delay", None)):
@@ -143,26 +153,40 @@ def predict_method(
     *,
     memories: Callable[[Method, Tuned], list[PredictedMemory]] | None = None,
     tune_delay: bool = False,
+    stored: Sequence[BlockMemory] | None = None,
 ) -> Candidate:
     """Partition the blocks over the machines for a method, and predict its steady state.
 
     Args:
         memories: Predicts the memory of each stage. Without it, the memory of the devices is no limit.
+        stored: Bytes of each block, if what it stores is to be chosen. Needs ``memories``.
 
     Raises:
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
     """
     count = min(len(machines.devices), len(blocks))
     links, devices = machines.connections[: count - 1], machines.devices[:count]
-    search = partial(tune, blocks, method, k, count, tune_delay=tune_delay, link=links, transport=transport)
-    tuned, memory = search_within(devices, search, memories and partial(memories, method), "memory", "device")
+    own, given = memories and partial(memories, method), {"tune_delay": tune_delay, "link": links, "transport": transport}
+    if stored is not None and own is not None:
+        tuned, memory = tune_keeps(blocks, stored, method, k, count, devices, own, "memory", **given)  # type: ignore[arg-type]
+    else:
+        search: Callable[..., Tuned] = partial(tune, blocks, method, k, count, **given)  # type: ignore[arg-type]
+        tuned, memory = search_within(devices, search, own, "memory", "device")
     method = replace(method, delay=tuned.delay)
     rules = simulated_transport(transport, method.boundary_delays(count - 1))
     found = predict(tuned.costs, method, k, link=links, transport=rules)
     messages = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     messages += [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
-    return Candidate(method, tuned, found, sum(size for size, _ in messages), busiest / found.period, memory)
+    return Candidate(
+        method,
+        tuned,
+        found,
+        sum(size for size, _ in messages),
+        busiest / found.period,
+        memory,
+        min(device.memory for device in devices),
+    )
 
 
 def recommend(rows: Sequence[Candidate]) -> dict[str, Candidate]:
@@ -243,8 +267,9 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
         blocks = tuple(block.scaled(1e-12 / teraflops) for block in count_blocks(plan.model, plan.layout.inputs, plan.numerics))
     on_gpus = config.trainer.transport == AUTO and config.trainer.device != "cpu"
     transport: TransportName = "lockstep" if on_gpus else config.trainer.transport  # what auto selects on GPUs
-    rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, {})
-    usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, AUTO_DELAY]
+    known: Known = {}
+    rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, known)
+    usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, KEEP_AUTO, AUTO_DELAY]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
     changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in ("auto", getattr(usual, k, v))]
     name = ", ".join([config.method.name, *changed])
@@ -253,9 +278,11 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
     last = methods[-1] if "delay" in setup.auto else AUTO_DELAY
     for done, method in enumerate(methods, 1):
         show_progress(f"{method.name}: method {done} of {len(methods)}")
-        memories, tune_delay = None if method is ZB_H1 else predicted, method in (AUTO_DELAY, last)
+        memories, tune_delay = None if method is ZB_H1 else predicted, method in (KEEP_AUTO, AUTO_DELAY, last)
+        options = {"memories": memories, "tune_delay": tune_delay}
         try:
-            rows.append(predict_method(blocks, method, config.k, machines, transport, memories=memories, tune_delay=tune_delay))
+            stored = block_memories(setup, known, method) if method is KEEP_AUTO else None
+            rows.append(predict_method(blocks, method, config.k, machines, transport, stored=stored, **options))  # type: ignore[arg-type]
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     return sorted(rows, key=lambda row: row.prediction.period), refused

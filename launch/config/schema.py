@@ -81,13 +81,14 @@ class MethodConfig(Section):
         delay: Boundary delay d: difference in delay between a stage and the next, in microbatches; a list has one per boundary;
             auto: the smallest that cost no throughput.
         keep: What a block stores between forward and backward: graph; input (recompute); nothing (reconstruct; non-reversible
-            blocks store their input); a list has one per block.
+            blocks store their input); a list has one per block; auto: for each block graph, input or nothing, so that the slowest
+            stage is as fast as possible within trainer.memory_limit.
     """
 
     _target_: str = METHOD
     name: str = ""
     delay: Annotated[int | list[int] | Literal["auto"], ">= 0"] = 2
-    keep: Literal["graph", "input", "nothing"] | list[Literal["graph", "input", "nothing"]] = "nothing"
+    keep: Literal["graph", "input", "nothing", "auto"] | list[Literal["graph", "input", "nothing"]] = "nothing"
 
 
 @dataclass(kw_only=True)
@@ -155,7 +156,8 @@ class TrainerConfig:
         device: auto (CUDA if there is a GPU), cpu or cuda.
         timeout: Seconds that a process waits for another before the run ends with an error.
         watchdog: Seconds without progress after which a process that trains reports where it waits.
-        memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto; null: no limit.
+        memory_limit: Memory limit of a stage in GB (10^9 bytes), for trainer.stages=auto and method.keep=auto, whose results it
+            changes; null: no limit, or with method.keep=auto the free memory of the GPU less 10 %.
         log_every: Updates between two rows of updates.jsonl: means of training loss and metrics, also sent to the logger; null:
             only numbers per epoch.
         sample: Tokens of the text that a language model writes after each epoch, on the console and in the records; null: none. The

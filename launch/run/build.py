@@ -22,7 +22,7 @@ from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS, ConfusionMatrix, bootstrapped_cross_entropy
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
-from petra.method import Method
+from petra.method import Keep, Method
 from petra.model import Model
 from petra.models import MODELS, TOKEN_MODELS
 from petra.pipeline import Pipeline
@@ -53,7 +53,7 @@ class Setup:
         plan: Plan of the run.
         device: Device of this process.
         processes: Number of processes, of all replicas together.
-        auto: Which of ``stages`` and ``delay`` auto-tuning must choose. The plan has provisional values for them.
+        auto: Which of ``stages``, ``delay`` and ``keep`` auto-tuning must choose. The plan has provisional values for them.
     """
 
     config: Config
@@ -69,12 +69,21 @@ class Setup:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """What ``auto`` stands for: the number of blocks in each of the ``stages``, and the boundary ``delay``."""
-        return {"stages": [len(stage) for stage in self.plan.layout.stages], "delay": self.plan.method.delay}
+        """What ``auto`` stands for: the blocks in each of the ``stages``, the boundary ``delay``, and what each block ``keep``s."""
+        found = {"stages": [len(stage) for stage in self.plan.layout.stages], "delay": self.plan.method.delay}
+        chosen = self.config.method.keep == AUTO and not isinstance(self.plan.method.keep, Keep)
+        return found | ({"keep": [*map(str, self.plan.method.keep)]} if chosen else {})
 
-    def with_choice(self, stages: Sequence[int], delay: int | Sequence[int], method: Method | None = None) -> Setup:
+    def with_choice(
+        self,
+        stages: Sequence[int],
+        delay: int | Sequence[int],
+        method: Method | None = None,
+        keep: Sequence[Keep | str] | None = None,
+    ) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``, for its own or another method."""
         method = replace(method or self.plan.method, delay=delay if isinstance(delay, int) else tuple(delay))
+        method = method if keep is None else replace(method, keep=tuple(map(Keep, keep)))
         plan = _plan(self.config, self.plan.model, method, list(stages), self.processes, self.device)
         return replace(self, plan=plan, auto=frozenset())
 
@@ -142,9 +151,10 @@ def set_up(config: Config, process: Process) -> Setup:
     wanted = config.trainer.stages
     stages = processes_per_replica(process.world, config.dp) if wanted == "auto" else wanted
     device, model = process.device(config.trainer.device), model_of(config)
-    auto = frozenset(name for name, value in {"stages": wanted, "delay": config.method.delay}.items() if value == AUTO)
-    delay = 2 if "delay" in auto else config.method.delay
-    method = built(Method, "method", config.method, name=config.method.name, delay=delay, keep=config.method.keep)
+    settings = {"stages": wanted, "delay": config.method.delay, "keep": config.method.keep}
+    auto = frozenset(name for name, value in settings.items() if value == AUTO)
+    delay, keep = 2 if "delay" in auto else config.method.delay, Keep.NOTHING if "keep" in auto else config.method.keep
+    method = built(Method, "method", config.method, name=config.method.name, delay=delay, keep=keep)
     if "delay" in auto:
         count = len(model.blocks) if stages is None else stages if isinstance(stages, int) else len(stages)
         method = replace(method, delay=largest_delay(method, config.k, count, 2))
@@ -179,8 +189,12 @@ def check(config: Config, process: Process) -> None:
         check_format(FORMATS[trainer.export])
     got = f"{trainer.diagnose} in {process.world} processes"
     require(trainer.diagnose is None or alone, "trainer.diagnose", "null, or one process", got)
-    fits = trainer.memory_limit is None or trainer.stages == AUTO
-    require(fits, "trainer.memory_limit", "null, or a number > 0 with trainer.stages=auto", trainer.memory_limit)
+    stores = config.method.keep == AUTO
+    fits = trainer.memory_limit is None or trainer.stages == AUTO or stores
+    expected = "null, or a number > 0 with trainer.stages=auto or method.keep=auto"
+    require(fits, "trainer.memory_limit", expected, trainer.memory_limit)
+    limited = not stores or trainer.memory_limit is not None or process.device(trainer.device).type == "cuda"
+    require(limited, "trainer.memory_limit", "a number > 0 with method.keep=auto on a CPU", "null")
     fixed = not config.method.options.get("fill") or config.method.delay != AUTO
     require(fixed, "method.delay", "an integer >= 0 with method.fill=true", AUTO)
     if config.cluster.elastic:  # the run can lose replicas
@@ -191,7 +205,8 @@ def check(config: Config, process: Process) -> None:
         require(config.resume == AUTO, "cluster.elastic", "false without run_dir and resume=auto", "true")
         require(process.device(trainer.device).type == "cpu", "cluster.elastic", "false on GPUs", "true")
         require(not trainer.exact_streams, "trainer.exact_streams", "false with cluster.elastic=true", "true")
-        require(AUTO not in (trainer.stages, config.method.delay), "cluster.elastic", "false with automatic settings", "true")
+        automatic = AUTO in (trainer.stages, config.method.delay, config.method.keep)
+        require(not automatic, "cluster.elastic", "false with automatic settings", "true")
     selects = trainer.bootstrap is None or config.data.name in PIXEL_DATASETS
     require(selects, "trainer.bootstrap", f"null with data={config.data.name}, which has no pixels", trainer.bootstrap)
     optimizer, rules = config.optim.options, config.optim.rules

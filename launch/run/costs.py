@@ -6,20 +6,23 @@ import logging
 import math
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import profile_blocks
+from petra.cost_model.keeps import BlockMemory, count_memory, tune_keeps
 from petra.cost_model.machines import INSTANT, Device, Machines, measure_link
 from petra.cost_model.memory import PredictedMemory, predict_memory
 from petra.cost_model.stage_memory import Known
 from petra.distributed import all_gather_objects, raise_on_all_ranks
-from petra.errors import require
-from petra.method import Method
+from petra.errors import ConfigError, require
+from petra.method import Keep, Method
 from petra.plan import Plan
 from petra.specs import TensorSpec
 
@@ -107,15 +110,36 @@ def stage_memories(setup: Setup, known: Known, method: Method, tuned: Tuned) -> 
     """
     config = replace(setup.config, trainer=replace(setup.config.trainer, transport=AUTO))  # that of one process may be local
     several = replace(setup, config=config, processes=len(tuned.stages) * config.dp)
-    return _memory(several.with_choice(tuned.stages, tuned.delay, method), known)
+    return _memory(several.with_choice(tuned.stages, tuned.delay, method, tuned.keep), known)
+
+
+def block_memories(setup: Setup, known: Known, method: Method) -> list[BlockMemory]:
+    """Count the memory of each block, for all that it may store with a method. A line says why no block may store its graph.
+
+    Args:
+        known: As for :func:`petra.cost_model.memory.predict_memory`.
+    """
+    recipe, plan, graphs = setup.recipe(), setup.plan, True
+    try:
+        recipe.check(replace(plan, method=replace(method, keep=Keep.GRAPH)))
+    except ConfigError as error:
+        print(f"method.keep=auto: no graphs ({error})", flush=True)
+        graphs = False
+    return count_memory(replace(plan, method=method), recipe, _targets(setup), known, graphs=graphs)
 
 
 def _memory(setup: Setup, known: Known) -> list[PredictedMemory]:
     """Predict the memory of each process of a replica."""
-    recipe, shape = setup.recipe(), setup.plan.layout.inputs.shape
+    recipe = setup.recipe()
     recipe.check(setup.plan)
+    return predict_memory(setup.plan, recipe, _targets(setup), known)
+
+
+def _targets(setup: Setup) -> TensorSpec:
+    """Return the form of a microbatch's targets."""
+    shape = setup.plan.layout.inputs.shape
     forms = {"images": shape[:1], "tokens": (math.prod(shape[:2]),), "pixels": (shape[0], *shape[2:])}
-    return predict_memory(setup.plan, recipe, TensorSpec(forms[setup.unit], torch.int64), known)
+    return TensorSpec(forms[setup.unit], torch.int64)
 
 
 def show_progress(text: str) -> None:
@@ -139,22 +163,61 @@ def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = 
     """
     if not setup.auto:
         if process.first and setup.config.cluster.machines is not None:
-            log.warning("cluster.machines is not used: no setting is auto (trainer.stages, method.delay)")
+            log.warning("cluster.machines is not used: no setting is auto (trainer.stages, method.delay, method.keep)")
         return setup
-    if earlier is not None and ("stages" in setup.auto or setup.choices["stages"] == earlier["stages"]):
-        return setup.with_choice(earlier["stages"], earlier["delay"] if "delay" in setup.auto else setup.plan.method.delay)
+    kept = earlier["keep"] if earlier is not None and "keep" in setup.auto and "keep" in earlier else None
+    if kept is not None:
+        with_kept = setup.with_choice(setup.choices["stages"], setup.plan.method.delay, keep=kept)
+        setup = replace(with_kept, auto=setup.auto - {"keep"})
+    same = earlier is not None and ("stages" in setup.auto or setup.choices["stages"] == earlier["stages"])
+    if earlier is not None and same and "keep" not in setup.auto:
+        setup = setup.with_choice(earlier["stages"], earlier["delay"] if "delay" in setup.auto else setup.plan.method.delay)
+    setup = _tuned(setup, process) if setup.auto else setup
+    if kept is not None:
+        with raise_on_all_ranks():
+            _require_fits(setup)
+    return setup
+
+
+def _tuned(setup: Setup, process: Process) -> Setup:
+    """Measure, and return the setup with a value for each setting that is ``auto``."""
+    free = all_gather_objects(_free_memory(setup))
     path, processes = setup.config.cluster.machines, len(setup.plan.layout.processes)
     machines = Machines.equal(processes, measure_link(setup.device)) if path is None else read_machines(path)
     with raise_on_all_ranks():
-        chosen = _choose(setup, machines) if process.first else None
+        chosen = _choose(setup, machines, min(free)) if process.first else None
     found: Tuned = all_gather_objects(chosen)[0]
     if process.first:
         times = ", ".join(f"{1e3 * (cost.forward + cost.backward):.3g}" for cost in found.costs)
-        print(f"chosen: stages={list(found.stages)}, delay={found.delay}; F + B of the stages: {times} ms", flush=True)
-    return setup.with_choice(found.stages, found.delay)
+        stores = "" if found.keep is None else f", keep={_counted(found.keep)}"
+        print(f"chosen: stages={list(found.stages)}, delay={found.delay}{stores}; F + B of the stages: {times} ms", flush=True)
+    return setup.with_choice(found.stages, found.delay, keep=found.keep)
 
 
-def _choose(setup: Setup, machines: Machines) -> Tuned:
+def _counted(keeps: Sequence[Keep]) -> str:
+    """Return what blocks store, equal ones in a row as one entry: ``3 graph, 2 nothing``."""
+    return "[" + ", ".join(f"{len([*own])} {keep}" for keep, own in groupby(keeps)) + "]"
+
+
+def _free_memory(setup: Setup) -> float:
+    """Return the memory in GB that a stage of this process may need without ``trainer.memory_limit``: no limit on CPUs."""
+    if setup.device.type != "cuda" or "keep" not in setup.auto:
+        return float("inf")
+    return 0.9 * torch.cuda.mem_get_info(setup.device)[0] / 1e9
+
+
+def _require_fits(setup: Setup) -> None:
+    """Check that stages fit ``trainer.memory_limit`` with what their blocks stored before the run was resumed."""
+    limit = setup.config.trainer.memory_limit
+    if limit is not None:
+        choices = setup.choices
+        tuned = Tuned(tuple(choices["stages"]), choices["delay"], (), (), tuple(map(Keep, choices["keep"])))
+        worst = max(memory.total for memory in stage_memories(setup, {}, setup.plan.method, tuned)) / 1e9
+        expected = f"at least {worst:.3g} GB for what blocks store in the checkpoint (method.keep)"
+        require(worst <= limit, "trainer.memory_limit", expected, f"{limit:g} GB")
+
+
+def _choose(setup: Setup, machines: Machines, free: float) -> Tuned:
     plan, config = setup.plan, setup.config
     blocks = profile_blocks(
         plan.model,
@@ -170,19 +233,19 @@ def _choose(setup: Setup, machines: Machines) -> Tuned:
     stages: int | list[int] = len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages]
     owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]
     owned_by = machines.devices if several else (Device(),) * len(owners)
-    limit = 1e9 * (config.trainer.memory_limit or float("inf"))
+    limit = 1e9 * (config.trainer.memory_limit or free)
     devices = [Device(d.speed, min(limit, d.memory)) for d, owned in zip(owned_by, owners, strict=False) for _ in owned]
-    search = partial(
-        tune,
-        blocks,
-        plan.method,
-        plan.k,
-        stages,
-        tune_delay="delay" in setup.auto,
-        link=machines.connections[: len(owners) - 1] if several else INSTANT,
-        processes=owners if several else None,
-        transport=config.trainer.transport,
-        device_type=setup.device.type,
-    )
+    rules: dict[str, Any] = {
+        "tune_delay": "delay" in setup.auto,
+        "link": machines.connections[: len(owners) - 1] if several else INSTANT,
+        "processes": owners if several else None,
+        "transport": config.trainer.transport,
+        "device_type": setup.device.type,
+    }
+    if "keep" in setup.auto:
+        known: Known = {}
+        memory, predict = block_memories(setup, known, plan.method), partial(stage_memories, setup, known, plan.method)
+        return tune_keeps(blocks, memory, plan.method, plan.k, stages, devices, predict, "trainer.memory_limit", **rules)[0]
+    search = partial(tune, blocks, plan.method, plan.k, stages, **rules)
     memories = partial(stage_memories, setup, {}, plan.method) if any(d.memory < math.inf for d in devices) else None
     return search_within(devices, search, memories, "trainer.memory_limit", "stage")[0]

@@ -12,7 +12,7 @@ from petra.cost_model.machines import INSTANT, Connection, Device, Link
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.simulator import predict
 from petra.errors import ConfigError, invalid
-from petra.method import Method, Weights
+from petra.method import Keep, Method, Weights
 from petra.plan.partition import Indices, Values, best_partition, partition_of, prefix_sums
 from petra.plan.plan import keeps_of
 from petra.plan.transport import simulated_transport
@@ -37,12 +37,14 @@ class Tuned:
         delay: One boundary delay, or one for each boundary.
         costs: Cost of each stage.
         seconds: Time per microbatch of each stage: forward, backward, and its share of an update.
+        keep: What each block stores, if that was chosen (:mod:`petra.cost_model.keeps`).
     """
 
     stages: tuple[int, ...]
     delay: int | tuple[int, ...]
     costs: tuple[StageCost, ...]
     seconds: tuple[float, ...]
+    keep: tuple[Keep, ...] | None = None
 
 
 def tune(

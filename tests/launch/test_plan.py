@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from launch.plan import main
 from launch.run.build import Setup, set_up
 from launch.run.costs import memory_table, stage_memories, tune_setup
 from launch.runtime.rank import Process
-from petra import ConfigError, Model, Numerics, PetraError, TensorSpec
+from petra import ConfigError, Keep, Model, Numerics, PetraError, TensorSpec
 from petra.cost_model.autotune import Tuned
 from petra.cost_model.costs import BlockCost, count_blocks
 from petra.cost_model.event_graph import PREDICTED
@@ -107,7 +108,7 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     assert [row[:2] for row in rows] == [[str(j), str(j + 1)] for j in range(4)]
     totals = [float(row[-1]) / 1e3 for row in rows]
     chosen = dict(override.split("=") for override in recommended)
-    auto = ", d=auto" if "method.delay" in chosen else ""
+    auto = ", method.keep=auto" if "method.keep" in chosen else ", d=auto" if "method.delay" in chosen else ""
     (column,) = [float(line.split("|")[7]) for line in out.splitlines() if line.startswith(f"| {chosen['method']}{auto} ")]
     assert totals[int(device) - 1] == max(totals) == pytest.approx(column, rel=0.01)
     assert sum(float(part.split()[1]) for part in parts.split(", ")) == pytest.approx(column, rel=0.01)
@@ -132,13 +133,18 @@ def counted(setup: Setup) -> list[int]:
     return [memory.total for memory in stage_memories(setup, {}, method, Tuned(stages, method.delay, (), ()))]
 
 
-def test_stages_fit_the_memory_limit_by_the_account(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks take times by their FLOPs, so that a busy machine chooses the same partitions."""
+@pytest.fixture
+def counted_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let blocks take times by their FLOPs, so that a busy machine chooses the same settings."""
 
     def profile(model: Model, inputs: TensorSpec, *, numerics: Numerics, **_: Any) -> tuple[BlockCost, ...]:
         return tuple(block.scaled(1e-12) for block in count_blocks(model, inputs, numerics))
 
     monkeypatch.setattr("launch.run.costs.profile_blocks", profile)
+
+
+@pytest.mark.usefixtures("counted_times")
+def test_stages_fit_the_memory_limit_by_the_account() -> None:
     settings, two = (*TINY, "trainer.stages=auto"), Process(rank=0, world=2, local_rank=0, local_world=2)
     free = counted(tune_setup(planned(*settings, place=two), ALONE))
     limit = max(free) - 10_000
@@ -147,6 +153,44 @@ def test_stages_fit_the_memory_limit_by_the_account(monkeypatch: pytest.MonkeyPa
     low = 0.3 * max(free) / 1e9
     with pytest.raises(PetraError, match=rf"trainer\.memory_limit: expected at least .* GB for stage \d, got {low:.3g} GB"):
         tune_setup(planned(*settings, f"trainer.memory_limit={low}", place=two), ALONE)
+
+
+@pytest.mark.usefixtures("counted_times")
+def test_what_blocks_store_is_chosen_within_the_limit_and_kept_by_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    two = Process(rank=0, world=2, local_rank=0, local_world=2)
+    settings = (*TINY, "method.keep=auto", "trainer.stages=auto", "method.delay=1")
+    most = max(counted(tune_setup(planned(*settings, "trainer.memory_limit=9", place=two), ALONE)))
+    limit = most - 20_000
+    found = tune_setup(planned(*settings, f"trainer.memory_limit={limit / 1e9}", place=two), ALONE)
+    keep, stages = found.plan.method.keep, [len(stage) for stage in found.plan.layout.stages]
+    assert Keep.GRAPH in keep
+    assert {*keep} - {Keep.GRAPH}, "not all graphs fit"
+    assert max(counted(found)) <= limit < most
+    by_hand = f"method.keep=[{','.join(keep)}]", f"trainer.stages={stages}".replace(" ", "")
+    same = planned(*TINY, *by_hand, "method.delay=1", place=two).plan
+    assert replace(same, model=found.plan.model) == found.plan
+    chosen = json.loads(json.dumps(found.choices))
+    capsys.readouterr()
+    for place in (ALONE, two):
+        resumed = tune_setup(planned(*settings, "trainer.memory_limit=9", place=place), place, chosen)
+        assert resumed.plan.method.keep == keep
+    other = tune_setup(planned(*settings[:-2], "trainer.stages=3", "method.delay=1", "trainer.memory_limit=9"), ALONE, chosen)
+    assert (other.plan.method.keep, len(other.plan.stages)) == (keep, 3)
+    assert capsys.readouterr().out == "", "nothing was measured"
+    with pytest.raises(PetraError, match=r"trainer\.memory_limit: expected at least .* for what blocks store in the checkpoint"):
+        tune_setup(planned(*settings, f"trainer.memory_limit={0.9 * limit / 1e9}", place=two), ALONE, chosen)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.memory_limit: expected a number > 0 with method\.keep=auto on a CPU, got null"
+    ):
+        planned(*settings)
+
+
+@pytest.mark.usefixtures("counted_times")
+def test_remedies_that_exclude_graphs_leave_them_out(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = "method.keep=auto", "trainer.memory_limit=9", "trainer.stages=2"
+    found = tune_setup(planned(*TINY, *limits, "remedy=pipemare"), ALONE)
+    assert {*found.plan.method.keep[:-1]} == {Keep.NOTHING, Keep.INPUT}
+    assert capsys.readouterr().out.startswith("method.keep=auto: no graphs (remedy.")
 
 
 def test_another_partition_than_the_checkpoints_is_tuned_again() -> None:

@@ -1,0 +1,319 @@
+"""Chooses what each block stores, so that the slowest stage is as fast as possible within the memory of the devices.
+
+A graph saves the second evaluation of its block, and needs more bytes for each microbatch in flight. For one stage this is a
+knapsack problem, and with the partition it stays one of dynamic programming: over the bytes of a stage, and over its ends. Both are
+exact for bytes that add up. What does not, such as messages and the temporary memory of a pass, is taken from
+:func:`petra.cost_model.memory.predict_memory` for the setting that was found, and the search is repeated with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from petra.cost_model.autotune import Tuned, choose_delays, largest_delay
+from petra.cost_model.costs import BlockCost, pipeline_costs
+from petra.cost_model.machines import INSTANT, Connection, Device, Link
+from petra.cost_model.memory import PredictedMemory
+from petra.cost_model.stage_memory import Known, count_stage
+from petra.engine.recipe import Recipe
+from petra.errors import ConfigError, invalid
+from petra.method import Keep, Method, Weights
+from petra.plan import Plan, make_plan
+from petra.plan.partition import Indices, Values, best_partition, partition_of
+from petra.plan.plan import keeps_of
+from petra.plan.timetable import in_flight
+from petra.settings import TransportName
+from petra.specs import TensorSpec
+
+STEPS = 1000
+"""Steps into which the memory of a stage is divided. The bytes of each block are rounded up to a step, of at least one byte."""
+SEARCHES = 8
+"""Searches with the memory that was predicted for the result of the one before."""
+
+Predict = Callable[[Tuned], Sequence[PredictedMemory]]
+"""Predicts the memory of each stage of a setting."""
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of one block.
+
+    Attributes:
+        fixed: Weights, gradients and states of the optimizer.
+        stored: What each microbatch in flight stores, by what the block may store.
+    """
+
+    fixed: int
+    stored: Mapping[Keep, int]
+
+
+def count_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known, *, graphs: bool = True) -> list[BlockMemory]:
+    """Count the bytes of each block of a plan's model, for all that it may store. Nothing is allocated.
+
+    A reversible block may store its graph or nothing, any other its graph or its input. A stored input takes a reversible block as
+    much time as a reconstruction, and memory.
+
+    Args:
+        known: As for :func:`petra.cost_model.stage_memory.count_stage`.
+        graphs: Whether blocks may store their graph.
+
+    Raises:
+        PetraError: As :func:`petra.cost_model.stage_memory.count_stage`.
+    """
+    model, numerics, stored, fixed = plan.model, plan.numerics, list[dict[Keep, int]](), list[int]()
+    for keep in (Keep.NOTHING, Keep.GRAPH):
+        method = Method("blocks", 2, keep, plan.method.weights if plan.method.weights is not Weights.DOUBLE else Weights.STASHED)
+        single = make_plan(model, plan.layout.inputs, method=method, k=plan.k, numerics=numerics)
+        for b, stage in enumerate(single.stages):
+            last = targets if b == len(single.stages) - 1 else None
+            found = count_stage(model, stage, numerics, recipe=recipe, run=single, targets=last, known=known)
+            if keep is Keep.NOTHING:
+                stored.append({})
+                fixed.append(found.weights + found.gradients + found.optimizer)
+            if graphs:
+                stored[b][stage.keeps[0]] = found.stored
+            elif keep is Keep.NOTHING:  # the plan lets the last block store its graph
+                stored[b][keep if stage.profiles[0].reversible else Keep.INPUT] = found.stored
+    return [BlockMemory(size, own) for size, own in zip(fixed, stored, strict=True)]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the blocks of a model may store.
+
+    Attributes:
+        seconds: Time of each block per microbatch, by what it stores.
+        memory: Bytes of each block, with the same keys.
+    """
+
+    seconds: Sequence[Mapping[Keep, float]]
+    memory: Sequence[BlockMemory]
+
+    def fastest(self, start: int, end: int, in_flight: int, limit: int) -> tuple[float, tuple[Keep, ...]]:
+        """Return the least time of the blocks ``start`` … ``end`` − 1 as one stage, and what they store then.
+
+        Of equally fast choices, it is one with the fewest bytes. The time is infinite, without choices, if the stage does not fit.
+
+        Args:
+            in_flight: Microbatches in flight.
+            limit: Bytes of the stage.
+        """
+        step = max(1, -(-limit // STEPS))
+        tables = [*self._tables(start, in_flight, limit, step)][: end - start]
+        if len(tables) < end - start or np.isinf(tables[-1][-1]):
+            return float("inf"), ()
+        place, keeps = int(np.argmin(tables[-1])), list[Keep]()
+        for b in range(end - 1, start - 1, -1):
+            before = tables[b - start - 1] if b > start else np.zeros(len(tables[0]))
+            for keep, size in self._sizes(b, in_flight, step):
+                if size <= place and np.isclose(before[place - size] + self.seconds[b][keep], tables[b - start][place], rtol=1e-12):
+                    keeps.append(keep)
+                    place -= size
+                    break
+        return float(tables[-1].min()), tuple(reversed(keeps))
+
+    def times(self, start: int, in_flight: int, limit: int) -> list[float]:
+        """Return the least times of the stages that begin with a block, by their number of blocks, from 1, as long as they fit."""
+        if limit <= 0:
+            return []
+        return [float(table[-1]) for table in self._tables(start, in_flight, limit, max(1, -(-limit // STEPS)))]
+
+    def _tables(self, start: int, in_flight: int, limit: int, step: int) -> Sequence[Values]:
+        """Return the least time within 0, 1, 2, … steps for the first 1, 2, 3, … blocks from one on, as long as any fits."""
+        tables, last = list[Values](), np.zeros(limit // step + 1)
+        for b in range(start, len(self.seconds)):
+            found = np.full(len(last), np.inf)
+            for keep, size in self._sizes(b, in_flight, step):
+                if size < len(last):
+                    found[size:] = np.minimum(found[size:], last[: len(last) - size] + self.seconds[b][keep])
+            if np.isinf(found[-1]):
+                break
+            tables.append(found)
+            last = found
+        return tables
+
+    def _sizes(self, b: int, in_flight: int, step: int) -> list[tuple[Keep, int]]:
+        own = self.memory[b]
+        return [(keep, -(-(own.fixed + in_flight * size) // step)) for keep, size in own.stored.items()]
+
+    def additive(self, start: int, keeps: Sequence[Keep], in_flight: int) -> int:
+        """Return the bytes of a stage of blocks from ``start`` on, as far as they add up."""
+        owned = zip(self.memory[start:], keeps, strict=False)
+        return sum(own.fixed + in_flight * own.stored[keep] for own, keep in owned)
+
+
+def tune_keeps(
+    blocks: Sequence[BlockCost],
+    memory: Sequence[BlockMemory],
+    method: Method,
+    k: int,
+    stages: int | Sequence[int],
+    devices: Sequence[Device],
+    predict: Predict,
+    key: str,
+    *,
+    tune_delay: bool = False,
+    link: Link | Sequence[Connection] = INSTANT,
+    processes: Sequence[range] | None = None,
+    transport: TransportName = "auto",
+    device_type: str = "cpu",
+) -> tuple[Tuned, Sequence[PredictedMemory]]:
+    """Choose what each block stores, and the partition and the delays if they are to be chosen.
+
+    Args:
+        blocks: Cost of each block.
+        memory: Bytes of each block; its keys are what the block may store. The last block of a stage may also store its input.
+        stages: Number of stages, to be partitioned; or the number of blocks in each.
+        devices: Device of each stage.
+        predict: Predicts the memory of each stage.
+        key: Setting that an error names.
+        tune_delay, link, processes, transport, device_type: As for :func:`petra.cost_model.autotune.tune`. With ``tune_delay``, the
+            search is repeated for the delays that suffice, which leave more memory.
+
+    Returns:
+        The setting and the memory of its stages.
+
+    Raises:
+        ConfigError: If no setting fits the memory of the devices.
+    """
+    count = stages if isinstance(stages, int) else len(stages)
+    seconds = [
+        {keep: sum(block.seconds(keep)) + block.update / k for keep in own.stored}
+        for block, own in zip(blocks, memory, strict=True)
+    ]
+
+    def search(method: Method) -> tuple[Tuned, Sequence[PredictedMemory]]:
+        found = _search(blocks, Choices(seconds, memory), method, k, stages, devices, predict, key)
+        return _with_inputs(blocks, method, k, devices, predict, found)
+
+    if not tune_delay or count == 1:
+        return search(method)
+    method = replace(method, delay=largest_delay(method, k, count, 2))
+    costs = search(method)[0].costs
+    delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
+    return search(replace(method, delay=delay))
+
+
+def _with_inputs(
+    blocks: Sequence[BlockCost],
+    method: Method,
+    k: int,
+    devices: Sequence[Device],
+    predict: Predict,
+    found: tuple[Tuned, Sequence[PredictedMemory]],
+) -> tuple[Tuned, Sequence[PredictedMemory]]:
+    """Let the last blocks of stages store their input instead of nothing where it fits: the next stage then returns no x̃."""
+    partition = partition_of(found[0].stages)
+    assert found[0].keep is not None
+    ends = [part.stop - 1 for part in partition[:-1] if found[0].keep[part.stop - 1] is Keep.NOTHING]
+    while ends:
+        keep = tuple(Keep.INPUT if b in ends else own for b, own in enumerate(found[0].keep))
+        tuned = _tuned(blocks, method, partition, [keep[part.start : part.stop] for part in partition], k, devices)
+        needed = predict(tuned)
+        if all(need.total <= device.memory for need, device in zip(needed, devices, strict=True)):
+            return tuned, needed
+        over = [part for part, need, device in zip(partition, needed, devices, strict=True) if need.total > device.memory]
+        fewer = [b for b in ends if not any(b in part for part in over)]
+        ends = fewer if len(fewer) < len(ends) else []
+    return found
+
+
+def _search(
+    blocks: Sequence[BlockCost],
+    choices: Choices,
+    method: Method,
+    k: int,
+    stages: int | Sequence[int],
+    devices: Sequence[Device],
+    predict: Predict,
+    key: str,
+) -> tuple[Tuned, Sequence[PredictedMemory]]:
+    count = len(devices)
+    flights = [in_flight(delay, k, method.flush) for delay in method.delays(count, k)]
+    total = sum(own.fixed + max(flights) * max(own.stored.values()) for own in choices.memory)
+    enough = 2 * total + 1
+    smallest = [replace(own, stored=dict([min(own.stored.items(), key=lambda item: item[1])])) for own in choices.memory]
+    partition, keeps = _fastest(replace(choices, memory=smallest), stages, flights, [enough] * count, devices)
+    other, best, seen = [0.0] * count, None, set[object]()
+    needed: Sequence[PredictedMemory] = ()
+    for search in range(SEARCHES):
+        tuned = _tuned(blocks, method, partition, keeps, k, devices)
+        if (tuned.stages, tuned.keep) in seen:
+            break
+        seen.add((tuned.stages, tuned.keep))
+        needed = predict(tuned)
+        fits = all(need.total <= device.memory for need, device in zip(needed, devices, strict=True))
+        if fits and (best is None or max(tuned.seconds) < max(best[0].seconds)):
+            best = tuned, needed
+        if search == 0:  # what is not counted for each block
+            own = zip(partition, keeps, flights, strict=True)
+            additive = [choices.additive(part.start, kept, flight) for part, kept, flight in own]
+            other = [need.total - size for need, size in zip(needed, additive, strict=True)]
+        else:  # what is free, or is missing
+            changes = (max(need.total - device.memory, -enough) for need, device in zip(needed, devices, strict=True))
+            other = [size + change for size, change in zip(other, changes, strict=True)]
+        try:
+            limits = [int(min(device.memory - size, enough)) for device, size in zip(devices, other, strict=True)]
+            partition, keeps = _fastest(choices, stages, flights, limits, devices)
+        except ConfigError:
+            break
+    if best is None:
+        worst, given = max(need.total for need in needed), min(device.memory for device in devices)
+        raise invalid(key, f"at least about {worst / 1e9:.3g} GB for a stage", f"{given / 1e9:.3g} GB")
+    return best
+
+
+def _fastest(
+    choices: Choices, stages: int | Sequence[int], flights: Sequence[int], limits: Sequence[int], devices: Sequence[Device]
+) -> tuple[list[range], list[tuple[Keep, ...]]]:
+    """Return the partition whose slowest stage is fastest, and what the blocks of each stage store.
+
+    Raises:
+        ConfigError: If no partition fits.
+    """
+    items, known = len(choices.seconds), dict[tuple[int, int], Values]()
+
+    def table(j: int) -> Values:
+        if (own := (flights[j], limits[j])) not in known:
+            found = known[own] = np.full((items + 1, items + 1), np.inf)
+            for start in range(items):
+                times = choices.times(start, *own)
+                found[start, start + 1 : start + 1 + len(times)] = times
+        return known[own]
+
+    def seconds(starts: Indices, ends: Indices, j: int) -> Values:
+        found: Values = table(j)[starts, ends] / devices[j].speed
+        return found
+
+    partition = best_partition(items, stages, seconds) if isinstance(stages, int) else partition_of(stages)
+    keeps = []
+    for part, flight, limit in zip(partition, flights, limits, strict=True):
+        _, own = choices.fastest(part.start, part.stop, flight, limit) if limit > 0 else (0.0, ())
+        if not own:
+            raise ConfigError("no setting fits")
+        keeps.append(own)
+    return partition, keeps
+
+
+def _tuned(
+    blocks: Sequence[BlockCost],
+    method: Method,
+    partition: Sequence[range],
+    keeps: Sequence[tuple[Keep, ...]],
+    k: int,
+    devices: Sequence[Device],
+) -> Tuned:
+    """Return the setting with the costs of its stages. The plan may let the last blocks of the last stage store their graphs."""
+    keep = tuple(own for part in keeps for own in part)
+    method, parts = replace(method, keep=keep), [blocks[part.start : part.stop] for part in partition]
+    ends = method.delays(len(partition), k)[-1] == 0
+    kept = [
+        keeps_of(method, [block.reversible for block in part], last=ends and j == len(parts) - 1, first_block=partition[j].start)
+        for j, part in enumerate(parts)
+    ]
+    costs = tuple(cost.on(device.speed) for cost, device in zip(pipeline_costs(parts, kept), devices, strict=True))
+    times = tuple(cost.forward + cost.backward + cost.update / k for cost in costs)
+    return Tuned(tuple(map(len, partition)), method.delay, costs, times, keep)
