@@ -6,57 +6,93 @@ import dataclasses
 import os
 import re
 import sys
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import get_scheduler
+import transformers
+from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from transformers import TrainingArguments, get_scheduler
 
-from petra.engine.endpoints import Loss
 from petra.errors import PetraError, located, require
 
-MAPPED = re.compile(
-    "output_dir|do_.*|resume_from_checkpoint|per_device_.*|gradient_accumulation_steps|num_train_epochs|max_steps|learning_rate|lr_.*|warmup_.*|"
-    "optim|weight_decay|adam_.*|max_grad_norm|label_smoothing_factor|bf16|log.*|disable_tqdm|report_to|run_name|project|eval_.*|"
-    "prediction_loss_only|metric_for_best_model|greater_is_better|save_.*|(data_)?seed|full_determinism|use_cpu|tf32|local_rank|"
-    "ddp_(backend|timeout)|average_tokens_across_devices|dataloader_.*|remove_unused_columns|label_names|train_sampling_strategy|"
-    "length_column_name|use_cache|accelerator_config"
-)
-"""Fields of ``TrainingArguments`` that are mapped, or change nothing here. Any other must have its default."""
+ARGUMENTS = {
+    "output_dir|do_.*|resume_from_checkpoint|log.*|disable_tqdm|report_to|run_name|project|eval_.*|metric_for_best_model|"
+    "greater_is_better|save_.*|load_best_model_at_end|ignore_data_skip|restore_callback_states_from_checkpoint|"
+    "include_num_input_tokens_seen|include_for_metrics|prediction_loss_only|label_names|remove_unused_columns|length_column_name|"
+    "train_sampling_strategy|accelerator_config|dataloader_.*|num_train_epochs|max_steps|learning_rate|lr_.*|warmup_.*|"
+    "weight_decay|adam_.*|optim|optim_args|label_smoothing_factor|(data_)?seed|full_determinism|use_cpu|tf32|use_cache|"
+    "skip_memory_metrics|per_device_eval_batch_size": "as in `Trainer`",
+    "per_device_train_batch_size": "rows of a microbatch",
+    "gradient_accumulation_steps": "microbatches of an update",
+    "max_grad_norm": "as in `Trainer` with methods that flush; of each stage with others",
+    "bf16": "blocks compute under autocast; messages and weights keep their type",
+    "activation_checkpointing(_kwargs)?|gradient_checkpointing(_kwargs)?": "blocks store their input (`method.keep=input`)",
+    "ddp_.*|local_rank|average_tokens_across_devices|torch_empty_cache_steps": "no effect",
+}
+"""What becomes of an argument, by patterns of names. Any other must have its default."""
+MAPPED = re.compile("|".join(ARGUMENTS))
+REFUSED = {
+    "optim": ".*(layerwise|lomo|galore|apollo|grokadamw|8bit|bnb).*",
+}
+"""Patterns of refused values of arguments of which not all are mapped."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable that torchrun sets for each of its processes."""
-UNMAPPED = ("model_init", "compute_loss_func", "compute_metrics", "optimizer", "lr_scheduler", "optimizer_cls_and_kwargs")
-"""Attributes of a ``Trainer``, from arguments of its constructor, that must be None, and ``preprocess_logits_for_metrics``."""
-VALUES = {
-    "optim": "adamw_torch|adamw_torch_fused|sgd",
-    "train_sampling_strategy": "random|sequential|group_by_length",
-    "lr_scheduler_type": "(?!reduce_lr_on_plateau|greedy).*",
-}
-"""Patterns of the accepted values of arguments of which not all are mapped."""
+CALLED = (
+    "compute_loss|compute_loss_context_manager|log|evaluate|predict|train|prediction_step|get_.*_dataloader|_get_.*_sampler|_get_dataloader|"
+    "create_optimizer|create_scheduler|get_decay_parameter_names|get_optimizer_cls_and_kwargs|_get_num_items_in_batch|"
+    "_remove_unused_columns|_set_signature_columns_if_needed|_get_collator_with_removed_columns|_save|_save_checkpoint|save_model|"
+    "_determine_best_metric|is_.*_process_zero|add_callback|pop_callback|remove_callback|floating_point_ops|store_flos|"
+    "log_metrics|save_metrics|save_state|metrics_format|create_model_card|push_to_hub|init_hf_repo|_evaluate|_load_best_model|"
+    "_load_from_checkpoint|_issue_warnings_after_load|num_examples|__init__|call_model_init|_validate_args"
+)
+"""Methods of ``Trainer`` that are called here, so that a subclass may override them."""
 
 
-def check_arguments(trainer: Any) -> None:
-    """Check that a pipeline can do what the arguments of a ``Trainer`` ask for.
+def check_arguments(trainer: Any, own: type) -> None:
+    """Check that a pipeline can do what the arguments of a ``Trainer``, and the methods of a subclass, ask for.
+
+    Args:
+        own: Class of petra, whose subclasses' methods are checked.
 
     Raises:
-        ConfigError: If not. The message names every argument.
+        ConfigError: If not. The message names every argument and method.
     """
     if ERROR_FILE in os.environ:
         sys.excepthook = _report_once
     args = trainer.args
-    default = type(args)(output_dir=args.output_dir, use_cpu=args.use_cpu)
-    names = [field.name for field in dataclasses.fields(args) if field.init and not MAPPED.fullmatch(field.name)]
+    default = _default(args)
+    names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init and not MAPPED.fullmatch(field.name)]
     found = [f"{name}={getattr(args, name)}" for name in names if getattr(args, name) != getattr(default, name)]
-    chosen = {name: str(getattr(value := getattr(args, name), "value", value)) for name in VALUES}
-    found += [f"{name}={value}" for name, value in chosen.items() if not re.fullmatch(VALUES[name], value)]
-    found += [name for name in (*UNMAPPED, "preprocess_logits_for_metrics") if getattr(trainer, name) is not None]
+    chosen = {name: str(getattr(value := getattr(args, name), "value", value)) for name in REFUSED}
+    found += [f"{name}={value}" for name, value in chosen.items() if re.fullmatch(REFUSED[name], value)]
     require(not found, "PetraTrainer", "no argument that it can't map", ", ".join(found))
+    overridden = {
+        name
+        for kind in type(trainer).__mro__[: type(trainer).__mro__.index(own)]
+        for name, value in vars(kind).items()
+        if callable(getattr(transformers.Trainer, name, None)) and not name.startswith("__") and callable(getattr(kind, name))
+    }
+    overridden |= {name for name in vars(trainer) if callable(getattr(transformers.Trainer, name, None))}
+    ignored = sorted(name for name in overridden if not re.fullmatch(CALLED, name))
+    expected = "methods that a pipeline calls, such as compute_loss"
+    require(not ignored, type(trainer).__name__, expected, f"its own {', '.join(ignored)}")
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     started = int(os.environ.get("WORLD_SIZE", "1"))
-    require(args.world_size == started, "use_cpu", f"true on a machine without GPUs, in {started} processes", args.use_cpu)
+    require(processes == started, "use_cpu", f"true on a machine without GPUs, in {started} processes", args.use_cpu)
     require(args.n_gpu <= 1, "PetraTrainer", "a process for each GPU (torchrun --nproc-per-node)", f"{args.n_gpu} GPUs in one")
+
+
+def _default(args: Any) -> TrainingArguments:
+    """Return arguments with their defaults. Making them resets the state that the accelerator of ``args`` reads."""
+    states = [(each, {**each._shared_state}) for each in (PartialState, AcceleratorState)]
+    default = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu)
+    for each, state in states:
+        each._shared_state.clear()
+        each._shared_state.update(state)
+    return default
 
 
 def _report_once(kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -79,34 +115,3 @@ def rates(args: Any, steps: int) -> list[float]:
         optimizer.step()
         schedule.step()
     return found
-
-
-def optimizer(args: Any, module: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of a stage, whose modules have in ``decayed`` the names of their own parameters with weight decay."""
-    trained = {
-        p: key in part.decayed  # type: ignore[operator]
-        for part in module.modules()
-        for key, p in part.named_parameters(recurse=False)
-        if p.requires_grad
-    }
-    parts = ([p for p in trained if trained[p]], args.weight_decay), ([p for p in trained if not trained[p]], 0.0)
-    groups = [{"params": params, "weight_decay": decay} for params, decay in parts if params]
-    if args.optim == "sgd":
-        return torch.optim.SGD(groups, lr=args.learning_rate)
-    betas, fused = (args.adam_beta1, args.adam_beta2), args.optim == "adamw_torch_fused"
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=fused)
-
-
-class WeightedLoss:
-    """Loss of training, times the weight of its microbatch: called for consecutive microbatches.
-
-    Attributes:
-        outputs: Numbers of outputs that the loss takes.
-        weights: Weights of the microbatches to come.
-    """
-
-    def __init__(self, loss: Loss) -> None:
-        self._loss, self.outputs, self.weights = loss, getattr(loss, "outputs", (1,)), deque[float]()
-
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        return self._loss(*tensors) * self.weights.popleft()

@@ -117,7 +117,8 @@ SPLITTERS: dict[str, Callable[[Any], Parts]] = {
 
 
 class Embedding(nn.Module):
-    """First block of a model of tokens. Maps int64 inputs (:func:`petra.huggingface.stack`) to (B, T, D), and a context (B, T).
+    """First block of a model of tokens. Maps int64 inputs (:func:`petra.huggingface.stack`) to (B, T, D), and a context (B, T),
+    a side tensor.
 
     Args:
         tokens: Embedding of tokens; with ``whole``, of all fields by name (BERT).
@@ -147,11 +148,11 @@ class Embedding(nn.Module):
             embed, dropout = self.learned
             index = torch.arange(tokens.shape[1], device=tokens.device)[None] if context is None else positions(context)
             hidden = dropout(hidden + embed(index))
-        return (hidden,) if context is None else (hidden, context.to(hidden.dtype))
+        return (hidden,) if context is None else (hidden, context.to(torch.int8))
 
 
 class Layer(nn.Module):
-    """One layer. Maps (B, T, D) and the context, if any, to the same.
+    """One layer. Maps (B, T, D) and the context, if any, to the same, and passes other side tensors on.
 
     Args:
         layer: The layer.
@@ -165,12 +166,13 @@ class Layer(nn.Module):
         super().__init__()
         self.layer, self.config, self.mask, self.rotary, self.arguments = layer, config, mask, rotary, rotary_arguments
 
-    def forward(self, hidden: Tensor, *context: Tensor) -> Streams:
+    def forward(self, hidden: Tensor, *side: Tensor) -> Streams:
+        context = [t for t in side if t.dim() == 2]
         arguments: dict[str, Any] = {"attention_mask": self._mask(hidden, *context)}
         if self.rotary is not None:
             index = positions(context[0]) if context else torch.arange(hidden.shape[1], device=hidden.device)[None]
             arguments["position_embeddings"] = self.rotary(hidden, index, *self.arguments)
-        return self.layer(hidden, **arguments), *context
+        return self.layer(hidden, **arguments), *side
 
     def divisible(self, tp: int) -> dict[str, tuple[int, ...] | str]:
         """Return how ``tp`` processes divide the layer, by the ``base_model_tp_plan`` of ``transformers``.

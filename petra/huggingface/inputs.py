@@ -1,8 +1,8 @@
 """Batches of ``transformers`` as one tensor of integers, and the context of tokens that travels between stages.
 
 The *context* of a token is 0 for padding, 1 for a token, and 2 for the first token of a document. Masks of attention and positions
-follow from it in every stage, so that a message has one number per token instead of a mask, positions and rotary tables. The
-numbers are exact in every type that streams have.
+follow from it in every stage, so that a message has one byte per token, as a side tensor, instead of a mask, positions and rotary
+tables.
 """
 
 from __future__ import annotations

@@ -230,5 +230,10 @@ def _built(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return block
 
 
+def built(module: nn.Module) -> nn.Module:
+    """Return a block itself, so that its weights are those of the model that it belongs to; on meta, a copy without weights."""
+    return _built(module, None) if torch.get_default_device().type == "meta" else module
+
+
 def _first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"

@@ -4,74 +4,73 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 import sys
-import time
-from collections.abc import Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint, rotate_checkpoints, speed_metrics
+from transformers.trainer_utils import has_length
 
-from petra.distributed import all_gather_objects
-from petra.engine.endpoints import Loss, Losses
+from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.extension import Extension
-from petra.engine.recipe import Recipe
-from petra.errors import require
-from petra.huggingface.arguments import WeightedLoss, check_arguments, optimizer, rates
-from petra.huggingface.batches import Form, TrainBatches
-from petra.huggingface.blocks import DECODERS, split
+from petra.errors import ConfigError, require
+from petra.huggingface.arguments import check_arguments
+from petra.huggingface.blocks import split
+from petra.huggingface.evaluation import Evaluating
+from petra.huggingface.feed import Reader, numbers
 from petra.huggingface.inputs import FIELDS
-from petra.huggingface.load import base_of, from_pretrained, report_untied, untie
-from petra.method import Method
-from petra.models.head_loss import LinearCrossEntropy, without_logits
+from petra.huggingface.load import base_of, report_untied, untie
+from petra.huggingface.optimizers import copy_settings, gather_states, read_states, states_of
+from petra.huggingface.stepwise import Stepwise
+from petra.method import METHODS, Keep, Method
 from petra.pipeline import Pipeline
-from petra.plan import make_plan
-from petra.reversible import seeded
-from petra.settings import Numerics, Runtime
-from petra.specs import TensorSpec
 from petra.training.checkpoint import Checkpoints, newest, restore
-from petra.training.weight_files import gathered_blocks
-from petra.update_rules import UpdateRules
 
-STATE, PETRA = "trainer_state.json", "petra"
-"""File and folder in a folder ``checkpoint-<step>``: the state of the trainer, and a checkpoint of the pipeline."""
+PETRA, READER, OPTIMIZER, SCHEDULER = "petra", "reader.pt", "optimizer.pt", "scheduler.pt"
+"""In a folder ``checkpoint-<step>``: a checkpoint of the pipeline, states of random numbers, and files of ``Trainer``."""
+EVENTS = ("on_step_end", "on_evaluate", "on_save", "on_epoch_end", "on_log")
+"""Events at which the pipeline may be drained, and callbacks may read the model."""
 
 
-class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
+WANTED = ("should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
+"""What callbacks ask for that all processes do together."""
+CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+NUMBERS = (type(numbers(1).dataset), type(numbers(None).dataset))
+
+
+class PetraTrainer(Evaluating):
     """Trains a model of ``transformers`` as ``Trainer`` does, over a pipeline whose stages are the processes of ``torchrun``.
 
     A microbatch has ``per_device_train_batch_size`` rows, and an update ``gradient_accumulation_steps`` microbatches. Every process
-    must make the same calls, with the same model and data. Order of the data, learning rates, weight decay, the loss of an update
-    (the mean over its targets where the model's own is one), events of callbacks, logs and folders of checkpoints are those of
-    ``Trainer``. Differences:
+    must make the same calls, with the same model. The first one reads the data; what the loss needs travels to the last stage.
+    The loop, its callbacks, logs, schedules, evaluation and checkpoints are those of ``Trainer``, and the loss is what
+    ``compute_loss`` returns for the model, on the last stage. Differences:
 
     * If embedding and head share weights, they are trained apart, and the model is saved so.
-    * An evaluation's loss is the mean over its targets. ``Trainer`` averages the means of samples.
-    * Logs have no ``grad_norm``. With a method that doesn't flush, gradients are clipped by the norm of each stage, and callbacks
-      of other processes than the first get the events of several updates at once.
-    * ``Trainer`` counts the first token of a row among the targets of GPT-2, and adds up the losses of the batches of an update
-      with ``BertForMaskedLM``. Here both losses are means, too.
-    * Random numbers of dropout and of collators are others.
+    * The weights of an update have changed before ``on_pre_optimizer_step``.
+    * With a method that doesn't flush, logs have no ``grad_norm``, gradients are clipped by the norm of each stage, callbacks of
+      other processes than the first get the events of several updates at once, and what they ask for comes at the next drain.
+    * Random numbers of dropout are others.
 
     Args:
         arguments, named: As for ``transformers.Trainer``.
         method: A name from :data:`petra.METHODS`, or a method. The default computes the same gradients as ``Trainer``.
         stages: Number of stages, or number of blocks in each: embedding, layers, head. None: one stage per process.
-        max_length: Number of tokens of a row; shorter rows are padded. None: as many as in the first batch.
+        max_length: Number of tokens of a row; shorter rows are padded. None: those of the longest row of the data sets, or of the
+            first batch if they can't be indexed.
         loss_rows: Compute the loss in chunks of so many tokens, without whole logits (:mod:`petra.models.head_loss`); None: don't.
         extensions: What else acts in a run, such as remedies for stale gradients (:mod:`petra.staleness`).
 
     Raises:
-        ConfigError: If an argument can't be mapped. The message names all that can't.
+        ConfigError: If an argument can't be mapped, or a method is overridden that is not called. The message names all.
         ModelError: If the class of the model is not supported.
     """
 
@@ -86,270 +85,306 @@ class PetraTrainer(transformers.Trainer):  # type: ignore[misc]
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
-        check_arguments(self)
+        check_arguments(self, PetraTrainer)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # gloo's threads could abort the process
-        # Every process reads all batches: accelerate would divide them.
-        config = self.accelerator.dataloader_config
-        self.accelerator.prepare = partial(
-            prepare_data_loader,
-            num_processes=1,
-            process_index=0,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-        )
-        self._rates, self._last = [0.0], 0
-        self._sum: Tensor | float = 0.0
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._alone()
         self.control: Any = self.control  # of Trainer
+        self._method: Any = METHODS[method] if isinstance(method, str) and method in METHODS else method
+        if self.args.activation_checkpointing and isinstance(self._method, Method):
+            self._method = replace(self._method, keep=Keep.INPUT)
+        self._stages = self.world if stages is None else stages
+        self._max_length, self._loss_rows, self._extensions = max_length, loss_rows, extensions
         base = base_of(self.model)
         report_untied(untie(base))
-        self.form, inputs = self._probe(base, max_length)
-        self.pipeline = self._pipeline(base, inputs, method, stages, loss_rows, extensions)
-        names = ("gradient_accumulation_steps", "per_device_train_batch_size")
-        self._facts = {name: getattr(self.args, name) for name in names} | {"method": self.pipeline.plan.method.name}
+        split(base, FIELDS[:1], None)  # refuses other classes
+        self._pipeline: Pipeline | None = None
+        self._reader: Reader | None = None
+        self._run: Stepwise | None = None
+        self._packed, self._losses, self._history = deque[Tensor](), deque[float](), list[list[float]]()
+        self._states, self._pending, self._count = {}, 0, 0
+        self._left, self._ended, self._fresh, self._norm = 0, False, True, 0.0
+        self._wanted = [False] * len(WANTED)
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is: the pipeline copies the blocks of its stages."""
+    # ---- Training, in the loop of Trainer
 
-    def _probe(self, base: Any, max_length: int | None) -> tuple[Form, TensorSpec]:
-        """Return the form of microbatches and the spec of their inputs, from the first rows of the data."""
-        name, config, trains = type(base).__name__, base.config, self.train_dataset is not None
-        data = self.train_dataset if trains else self.eval_dataset
-        data = next(iter(data.values())) if isinstance(data, dict) else data
-        sized = hasattr(data, "__len__") and hasattr(data, "__getitem__") and len(data) > 0
-        require(sized, "train_dataset", "a data set with a length > 0, whose rows can be indexed", type(data).__name__)
-        kind = getattr(config, "problem_type", None) or "single_label_classification"
-        fits = "SequenceClassification" not in name or (config.num_labels > 1 and kind == "single_label_classification")
-        require(fits, "model.config", "single_label_classification of at least 2 labels", f"{kind} of {config.num_labels}")
-        loader = self.get_train_dataloader() if trains else self.get_eval_dataloader(data)
-        rows = self.args.per_device_train_batch_size
-        with seeded(self.args.seed):
-            batch = loader.collate_fn([loader.dataset[i] for i in range(min(rows, len(data)))])
-        fields = tuple(name for name in FIELDS if name in batch)
-        size = (batch[FIELDS[0]].shape[1] if max_length is None else max_length) if FIELDS[0] in batch else None
-        form = Form(rows, fields, size, self.label_names[0], name in (*DECODERS, "GPT2LMHeadModel"))
-        pair = form.split(batch)[0]
-        sums = all_gather_objects([float(t.double().sum()) for t in pair])
-        require(all(own == sums[0] for own in sums), "train_dataset", "the same rows in every process", "others")
-        return form, TensorSpec(tuple(pair[0].shape), pair[0].dtype)
-
-    def _pipeline(
-        self,
-        base: Any,
-        inputs: TensorSpec,
-        method: str | Method,
-        stages: int | Sequence[int] | None,
-        loss_rows: int | None,
-        extensions: Sequence[Extension],
-    ) -> Pipeline:
-        args, decayed = self.args, {*self.get_decay_parameter_names(self.model)}
-        own = {id(p) for name, p in self.model.named_parameters() if name in decayed}
-        for module in self.model.modules():  # copied into the pipeline with this attribute
-            module.decayed = {key for key, p in module.named_parameters(recurse=False) if id(p) in own}
-        parts = split(base.train(), self.form.fields or FIELDS[:1], None)
-        self._tensors = {f"{name}.{key}": t for name, part in parts.items() for key, t in part.state_dict().items()}
-        model, dtype = from_pretrained(self.model, fields=self.form.fields or FIELDS[:1]), torch.bfloat16 if args.bf16 else None
-        losses: list[Loss] = [partial(F.cross_entropy, label_smoothing=args.label_smoothing_factor), F.cross_entropy]
-        if loss_rows is not None:
-            model = without_logits(model)
-            losses = [LinearCrossEntropy(smoothing, loss_rows, dtype) for smoothing in (args.label_smoothing_factor, 0.0)]
-        self._loss = WeightedLoss(losses[0])
-        plan = make_plan(
-            model,
-            inputs,
-            method=method,
-            k=args.gradient_accumulation_steps,
-            stages=args.world_size if stages is None else stages,
-            processes=args.world_size,
-            numerics=Numerics(dtype),
-            device_type=args.device.type,
-            metrics=0,
-        )
-        self._at_once = plan.method.flush or not any(plan.delays)
-        if args.max_grad_norm and not self._at_once and len(plan.stages) > 1 and self.is_world_process_zero():
-            print(f"max_grad_norm={args.max_grad_norm} of each stage: with {plan.method.name} they update apart", flush=True)
-        rules = UpdateRules(clip=args.max_grad_norm or None, clip_globally=self._at_once and args.max_grad_norm > 0)
-        recipe = Recipe(
-            partial(optimizer, args),
-            lambda t: self._rates[min((max(t, 1) - 1) // plan.k, len(self._rates) - 1)],
-            Losses(self._loss, losses[1]),
-            metrics={},
-            seed=args.seed,
-            rules=rules,
-            extensions=extensions,
-        )
-        return Pipeline.from_plan(plan, recipe, Runtime(args.device))
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, **unmapped: Any) -> TrainOutput:
-        """Train, log, evaluate and save as the arguments say. Can be called once.
-
-        Args:
-            resume_from_checkpoint: Folder ``checkpoint-<step>``, or whether to resume from the newest in the output folder.
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """Train as ``Trainer`` does. Then ``model`` has the trained weights in every process.
 
         Raises:
-            ConfigError: If the trainer has trained before, or the checkpoint has another method or other numbers of rows.
+            ConfigError: If the checkpoint has another method or other numbers of rows.
             DataError: If there is no such checkpoint.
         """
-        require(not unmapped, "train", "no argument but resume_from_checkpoint", ", ".join(unmapped))
-        require(not self.pipeline.microbatches_done, "train", "one call", "a second one")
-        args, started, loader, k = self.args, time.time(), self.get_train_dataloader(), self.pipeline.plan.k
-        per_epoch = math.ceil(len(loader) / k)
-        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-        require(
-            steps > 0, "num_train_epochs", "a number > 0, and data with a batch: there would be no update", args.num_train_epochs
-        )
-        self._rates, self.state = rates(args, steps), TrainerState()
-        self.state.compute_steps(args, steps)
-        if resume_from_checkpoint:
-            self._resume(get_last_checkpoint(args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint)
-        self.state.init_training_references(self, steps, math.ceil(steps / per_epoch), None)
-        self._last = first = self.state.global_step
-        data = TrainBatches(
-            loader,
-            self.form,
-            k,
-            args.seed,
-            weights=self._loss.weights,
-            by_targets=self.model_accepts_loss_kwargs,
-            reads=(0 in self.pipeline.stages, len(self.pipeline.plan.stages) - 1 in self.pipeline.stages),
-            updates=first,
-        )
-        self.callback_handler.train_dataloader = loader
-        self._batches_per_epoch, self._total = len(loader), 0.0
-        self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
-        if args.eval_on_start:
-            self.evaluate()
-        while self.state.global_step < steps and not self.control.should_training_stop:
-            step = self.state.global_step
-            if step % per_epoch == 0:
-                self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
-            epoch_end = step - step % per_epoch + per_epoch
-            self._advance(data, min(self._next_drain(), epoch_end, steps) - step)
-            self._evaluate_and_save()
-            if self.state.global_step == epoch_end or self.control.should_training_stop:
-                self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
-                self._log()
-                self._evaluate_and_save()
-        done, rows = self.state.global_step - first, self.form.rows * k
-        loss = (self._total + float(self._sum)) / max(done, 1)
-        metrics = {**speed_metrics("train", started, num_samples=done * rows, num_steps=done), "train_loss": loss}
-        self.log(metrics)
-        self.control = self.callback_handler.on_train_end(args, self.state, self.control)
-        return TrainOutput(self.state.global_step, loss, metrics)
+        # Blocks store their inputs instead: two recomputations would be one too many.
+        names = [name for name in CHECKPOINTING if hasattr(self.model, name)]
+        for name in names:
+            setattr(self.model, name, lambda *others, **settings: None)
+        try:
+            result = super().train(*arguments, **named)
+        finally:
+            for name in names:
+                self.model.__dict__.pop(name, None)
+            self.model.__dict__.pop("zero_grad", None)
+            self.is_in_train = False
+        self.gather_weights()
+        if self.args.device.type == "cuda":
+            assert self._pipeline is not None
+            self._states, self._pipeline = states_of(self._pipeline), None
+            self.model.to("cpu")
+        return result
 
-    def _next_drain(self) -> int:
-        """Return the number of the update after which the pipeline drains next."""
-        args, state, step = self.args, self.state, self.state.global_step
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+        with raise_on_all_ranks():
+            loader = self._loader("train_dataset", self.get_train_dataloader) if self.rank == 0 else None
+        mine = (len(loader) if has_length(loader) else None, super().num_examples(loader)) if loader is not None else None
+        length, self._examples = all_gather_objects(mine)[0]
+        self._train_loader, self._length, self._left, self._ended = loader, length, 0, False
+        self._losses.clear()
+        self.model.zero_grad = lambda set_to_none=True: None  # the pipeline accumulates in .grad
+        self.__dict__["get_train_dataloader"] = lambda: numbers(length)
+        try:
+            return super()._inner_training_loop(*arguments, **named)
+        finally:
+            del self.__dict__["get_train_dataloader"]
+
+    def _loader(self, name: str, make: Any) -> Any:
+        """Return a data loader of ``make``. What the reading of data raises beside errors of its own is refused in a line."""
+        try:
+            return make()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{name}: {error}") from error
+
+    def num_examples(self, dataloader: Any) -> Any:
+        """Return the number of rows of a data set; of the one for training, as the first process has it."""
+        return self._examples if isinstance(getattr(dataloader, "dataset", None), NUMBERS) else super().num_examples(dataloader)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        expected = "a number > 0, and data with a batch: there would be no update"
+        require(max_steps > 0 and self._length != 0, "num_train_epochs", expected, self.args.num_train_epochs)
+        self._resumed: str | None = None
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        folder = None if self._resumed is None else Path(self._resumed)
+        if folder is not None and (folder / OPTIMIZER).exists() and not (folder / PETRA).exists():
+            self._states = read_states(self.optimizer, folder / OPTIMIZER)
+        self._build(self._train_loader, None, max_steps)
+        if folder is not None:
+            self._restore(folder)
+        k, step = self.args.gradient_accumulation_steps, self.state.global_step
+        pipeline = self.pipeline
+        pipeline.microbatches_done = step * k
+        for worker in pipeline.workers.values():
+            worker.microbatches_done = step * k
+        if self.rank == 0:
+            path = None if folder is None else folder / READER
+            states = torch.load(path, weights_only=False) if path is not None and path.exists() else None
+            per_epoch = max_steps if self._length is None else math.ceil(self._length / k)
+            self._reader = Reader(self._train_loader, self.data_collator, step // max(per_epoch, 1), states)
+            self.callback_handler.train_dataloader = self._train_loader
+        self._reads = set(all_gather_objects(self._reading_events())[0])
+        return model, loader
+
+    def _reading_events(self) -> list[str]:
+        """Return the events at which a callback may read the model, as its code has the name ``model``."""
+        found = []
+        for callback in self.callback_handler.callbacks:
+            for event in EVENTS if not type(callback).__module__.startswith("transformers.") else ():
+                code = getattr(getattr(type(callback), event, None), "__code__", None)
+                names = () if code is None else (*code.co_varnames, *code.co_names, *map(str, code.co_consts))
+                found += [event] if "model" in names else []
+        return found
+
+    def get_batch_samples(self, epoch_iterator: Iterator[int], num_batches: int, device: torch.device) -> Any:
+        """Return the batches of the next update in the first process, and as many empty ones in others."""
+        found = [] if self._ended and self._length is None else list(islice(epoch_iterator, num_batches))
+        if found and found[0] == 0:
+            self._ended = False
+        if not self._at_once:
+            if not self._left:
+                self._start_run(found[0])
+            self._left, self._count = self._left - 1, len(found)
+            return [{}] * len(found), None
+        with raise_on_all_ranks():
+            batches = self._read(found) if self.rank == 0 else []
+        self._count = count = all_gather_objects(len(batches))[0]
+        self._ended = count < num_batches
+        return (batches if self.rank == 0 else [{}] * count), None
+
+    def _read(self, found: Sequence[int]) -> list[Any]:
+        """Read the batches of an update, and pack them."""
+        assert self._reader is not None
+        k, batches = self.args.gradient_accumulation_steps, self._reader.read(found)
+        if self._length is None and 0 < len(batches) < k:
+            print(f"{len(batches)} batches at the end of an epoch are left out: they are no update", flush=True)
+            batches = []
+        self.current_gradient_accumulation_steps = len(batches)
+        items = self._get_num_items_in_batch(batches, torch.device("cpu"))
+        packed: list[Tensor] = []
+        for batch in batches:
+            parts = self.form.split(batch)
+            rows = sum(len(next(iter(part.values()))) for part in parts)
+            require(len(parts) == 1, "batch", f"at most {self.form.rows} rows, as in the first one", rows)
+            packed.append(self.form.pack(parts[0], items=_number(items), of=len(batches), count=True))
+        if packed:
+            filler = self.form.pack(self.form.split(batches[-1])[0], items=None, of=1, count=False)
+            packed += [filler] * (k - len(packed))
+        self._packed += packed
+        return batches
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Return the loss of a microbatch. The first of an update trains all of them."""
+        if not self._losses:
+            self._advance()
+        return torch.tensor(self._losses.popleft(), device=self.args.device)
+
+    def _source(self) -> Any:
+        nothing = torch.zeros(1, dtype=torch.int64)  # the loss reads its targets from what travels
+        return SimpleNamespace(inputs=lambda m: self._packed.popleft(), targets=lambda m: nothing)
+
+    def _advance(self) -> None:
+        """Train the next update, or with a method that does not flush, all until the next drain."""
+        k, reports = self.args.gradient_accumulation_steps, list[Tensor]()
+        self.model.train()
+        self._fresh = self.world == 1
+        copy_settings(self.optimizer, self.pipeline)
+        if self._at_once:
+            self.pipeline.train(self._source(), k, reports.append if self.rank == 0 else None)
+            losses = [float(report[1]) / k for report in reports] or [0.0] * k
+            norms = [worker.update.metrics()["gradient_norm"] for worker in self.pipeline.workers.values()]
+            self._norm = sum(norm**2 for norm in norms)
+        elif self.rank == 0:
+            assert self._run is not None
+            losses = [float(self._run.next()[1]) / k for _ in range(k)]
+            self._history.append(losses)
+            if not self._left:
+                self._run.finish()
+                all_gather_objects(self._history)
+        else:
+            if self._pending:
+                self.pipeline.train(self._source(), self._pending * k)
+                self._pending, self._history = 0, all_gather_objects(None)[0]
+            losses = self._history.pop(0)
+        self._losses += losses[: self._count]
+
+    def _start_run(self, first: int) -> None:
+        """Begin to train all updates until the pipeline drains, the first batch of which has the number ``first``."""
+        args, state, k = self.args, self.state, self.args.gradient_accumulation_steps
+        per_epoch = sys.maxsize if self._length is None else math.ceil(self._length / k)
         due = [(args.eval_strategy, state.eval_steps), (args.save_strategy, state.save_steps)]
-        every = [1] if self._at_once else [int(steps) for strategy, steps in due if strategy == "steps"]
-        return min((step - step % n + n for n in every), default=sys.maxsize)
+        every = [int(steps) for strategy, steps in due if strategy == "steps"]
+        step = state.global_step
+        ends = [state.max_steps - step, per_epoch - first // k, *(n - step % n for n in every)]
+        self._left = self._pending = updates = min(ends)
+        self._history = []
+        if self.rank:
+            return
+        starts = iter(range(first, sys.maxsize, k))
 
-    def _advance(self, data: TrainBatches, updates: int) -> None:
-        """Train ``updates`` updates, and call the callbacks for each: at once in the first process, after all in the others."""
-        reports: list[Tensor] = []
-        losses: list[Tensor] = []
-        wanted = [False, False]
+        def read() -> Tensor:
+            nonlocal starts
+            while not self._packed:
+                start = next(starts)
+                batches = self._read(range(start, min(start + k, self._length or sys.maxsize)))
+                if not batches:
+                    require(start > 0, "train_dataset", "rows for an update in each epoch", "too few")
+                    starts = iter(range(0, sys.maxsize, k))
+            return self._packed.popleft()
 
-        def updated(loss: Tensor | float) -> None:
-            self._updated(loss)
-            wanted[:] = [wanted[0] or self.control.should_evaluate, wanted[1] or self.control.should_save]
+        nothing = torch.zeros(1, dtype=torch.int64)
+        source: Any = SimpleNamespace(inputs=lambda m: read(), targets=lambda m: nothing)
+        self._run = Stepwise(lambda give: self.pipeline.train(source, updates * k, give), args.device)
 
-        def completed(report: Tensor) -> None:
-            reports.append(report[1] / report[0].clamp(min=1))
-            if len(reports) == self.pipeline.plan.k:
-                losses.append(torch.stack(reports).mean())
-                reports.clear()
-                updated(losses[-1])
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Do nothing: the pipeline clips."""
 
-        first = self.pipeline.rank == 0
-        self.pipeline.train(data, updates * self.pipeline.plan.k, completed if first else None)
-        for loss in () if first else all_gather_objects([])[0]:
-            updated(loss)
-        if first:
-            all_gather_objects([float(loss) for loss in losses])
-        wanted.append(self.control.should_training_stop)
-        found = [any(each) for each in zip(*all_gather_objects(wanted), strict=True)]
-        self.control.should_evaluate, self.control.should_save, self.control.should_training_stop = found
-        require(not self.control.should_epoch_stop, "callbacks", "none that sets should_epoch_stop", "one")
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float | None:
+        return self._norm if self._at_once else None
 
-    def _updated(self, loss: Tensor | float) -> None:
-        """Count an update, call the callbacks, and log if they ask for it."""
-        args, state, k = self.args, self.state, self.pipeline.plan.k
-        self.control = self.callback_handler.on_step_begin(args, state, self.control)
-        state.global_step += 1
-        epoch, update = divmod(state.global_step - 1, math.ceil(self._batches_per_epoch / k))
-        state.epoch = epoch + min((update + 1) * k, self._batches_per_epoch) / self._batches_per_epoch
-        self._sum = self._sum + loss
-        self.control = self.callback_handler.on_step_end(args, state, self.control)
-        self._log()
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *arguments: Any, **named: Any) -> None:
+        """Let all processes do what a callback of one has asked for, once the pipeline is drained."""
+        own = [bool(getattr(self.control, name)) for name in WANTED]
+        if self._at_once or not self._left:
+            own = [a or b for a, b in zip(own, self._wanted, strict=True)]
+            gathered = all_gather_objects((own, float(tr_loss), self._norm if grad_norm is not None else 0.0))
+            for name, *each in zip(WANTED, *(flags for flags, _, _ in gathered), strict=True):
+                setattr(self.control, name, any(each))
+            tr_loss.fill_(gathered[0][1])
+            grad_norm = None if grad_norm is None else math.sqrt(sum(norm for _, _, norm in gathered))
+            self._wanted = [False] * len(WANTED)
+            events = {"on_step_end"} | ({"on_evaluate"} if self.control.should_evaluate else set())
+            if self._reads & (events | ({"on_save", "on_log", "on_epoch_end"} if self.control.should_save else set())):
+                self.gather_weights()
+        else:
+            self._postpone(own)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **named)
 
-    def _log(self) -> None:
-        """Log the mean loss since the last time, if a callback asks for it."""
-        step = self.state.global_step
-        if self.control.should_log and step > self._last:
-            found = float(self._sum)
-            logs = {"loss": found / (step - self._last), "learning_rate": self._rates[step - 1]}
-            self._total, self._sum, self._last = self._total + found, 0.0, step
-            self.log(logs)
+    def _postpone(self, own: Sequence[bool]) -> None:
+        """Keep what callbacks ask for until the next drain."""
+        if any(own) and not any(self._wanted):
+            print(f"asked for in a callback at update {self.state.global_step}: at the next drain, {self._left} later", flush=True)
+        self._wanted = [a or b for a, b in zip(own, self._wanted, strict=True)]
+        for name in WANTED:
+            setattr(self.control, name, False)
 
-    def _evaluate_and_save(self) -> None:
-        """Evaluate and save the drained pipeline, if a callback asks for it."""
-        if self.control.should_evaluate:
-            best = self._determine_best_metric(self.evaluate(), None)
-            if self.args.save_strategy == "best":
-                self.control.should_save = best
-        if self.control.should_save:
-            self._save_checkpoint(self.model, None)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Return the mean loss over the targets of a data set, or of each of a dictionary, as ``Trainer`` does."""
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(data, dict):
-            parts = [self.evaluate(each, None, f"{metric_key_prefix}_{name}") for name, each in data.items()]
-            return {key: value for part in parts for key, value in part.items()}
-        started = time.time()
-        pairs = [pair for batch in self.get_eval_dataloader(data) for pair in self.form.split(batch)]
-        loss = self.pipeline.evaluate(SimpleNamespace(inputs=lambda m: pairs[m][0], targets=lambda m: pairs[m][1]), len(pairs)).loss
-        speed = speed_metrics(metric_key_prefix, started, num_samples=len(data), num_steps=len(pairs))
-        metrics = {f"{metric_key_prefix}_loss": loss, **speed}
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def predict(self, *arguments: Any, **named: Any) -> Any:
-        """Refuse: only the stages have the trained weights.
-
-        Raises:
-            ConfigError: Always.
-        """
-        require(False, "PetraTrainer.predict", "save_model, and a Trainer of the saved model", "a call")
+    # ---- Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained model as ``Trainer`` does. Every process must call it; the first writes."""
-        for name, block in gathered_blocks(self.pipeline):
-            for key, value in block.items():
-                self._tensors[f"{name}.{key}"].copy_(value)
-        if self.pipeline.rank == 0:
+        """Write the trained model as ``Trainer`` does. In training, every process must call this method; the first writes."""
+        self.gather_weights()
+        if self.rank == 0:
             super().save_model(output_dir, _internal_call)
-        all_gather_objects(None)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the states of all stages as the file of ``Trainer``, and of the pipeline if they are more than that."""
+        self.optimizer.state.update(gather_states(self.optimizer, self.pipeline))
+        super()._save_optimizer_and_scheduler(output_dir)
+        self.optimizer.state.clear()
+        if self._exports_all:
+            return
+        names = ("gradient_accumulation_steps", "per_device_train_batch_size")
+        facts = {name: getattr(self.args, name) for name in names} | {"method": self.pipeline.plan.method.name}
+        Checkpoints(Path(output_dir) / PETRA, keep=1).save(self.pipeline, facts)
+
+    @property
+    def _exports_all(self) -> bool:
+        return self._at_once and not self._extensions
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.rank == 0:
+            super()._save_rng_state(output_dir)
+            assert self._reader is not None
+            torch.save(self._reader.states(), os.path.join(output_dir, READER))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the model, and unless ``save_only_model``, what :meth:`train` resumes from, to ``checkpoint-<step>``."""
-        args, folder = self.args, Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-        self.save_model(str(folder), _internal_call=True)
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(folder)
-        if not args.save_only_model:
-            Checkpoints(folder / PETRA, keep=1).save(self.pipeline, self._facts)
-        if args.should_save:
-            self.state.save_to_json(str(folder / STATE))
-            rotate_checkpoints(args.output_dir, args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True)
+        super()._save_checkpoint(model, trial)
+        all_gather_objects(None)  # no process reads it before it is complete
 
-    def _resume(self, folder: str | None) -> None:
-        path = None if folder is None else newest(Path(folder) / PETRA)
-        require(path is not None, "resume_from_checkpoint", f"a folder that PetraTrainer has saved, with {PETRA}/", folder)
-        assert path is not None
-        facts = restore(self.pipeline, path)
-        for name, value in self._facts.items():
-            require(facts.get(name, value) == value, name, f"{facts.get(name)}, as in {folder}", value)
-        self.state = TrainerState.load_from_json(str(Path(str(folder)) / STATE))
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Do nothing: the reader restores the state at the right batch."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        self._resumed = checkpoint
+
+    def _restore(self, folder: Path) -> None:
+        """Resume from a checkpoint of this class or of ``Trainer``."""
+        expected = f"a folder that PetraTrainer has saved, with {PETRA}/ or {OPTIMIZER}"
+        path = newest(folder / PETRA)
+        require(path is not None or (folder / OPTIMIZER).exists(), "resume_from_checkpoint", expected, folder)
+        if path is not None:
+            facts = restore(self.pipeline, path)
+            for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+                value = getattr(self.args, name)
+                require(facts.get(name, value) == value, name, f"{facts.get(name)}, as in {folder}", value)
+            found, method = self.pipeline.plan.method.name, facts.get("method")
+            require(method == found, "method", f"{method}, as in {folder}", found)
+        if (folder / SCHEDULER).exists():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        missing = [name for name in load_result.missing_keys if name not in (self.model._keys_to_ignore_on_save or ())]
+        expected = "all weights of the model (embedding and head are trained apart here)"
+        require(not missing, "resume_from_checkpoint", expected, f"none of {', '.join(missing)}")
+        super()._issue_warnings_after_load(load_result)
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

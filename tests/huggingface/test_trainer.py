@@ -131,40 +131,47 @@ def test_what_cannot_be_mapped_is_refused_by_name(
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     model, data = tiny("LlamaForCausalLM", torch.float32), rows(8)
-    args = arguments(tmp_path, activation_checkpointing=True, optim="adafactor", neftune_noise_alpha=5.0)
-    args.restore_callback_states_from_checkpoint = True
+    args = arguments(tmp_path, torch_compile=True, optim="galore_adamw", neftune_noise_alpha=5.0)
     with pytest.raises(ConfigError) as refused:
-        PetraTrainer(model, args, train_dataset=data, compute_metrics=len)
-    expected = (
-        "activation_checkpointing=True, gradient_checkpointing=True, neftune_noise_alpha=5.0, "
-        "restore_callback_states_from_checkpoint=True, optim=adafactor, compute_metrics"
+        PetraTrainer(model, args, train_dataset=data)
+    assert str(refused.value).endswith(
+        "got torch_compile=True, torch_compile_backend=inductor, neftune_noise_alpha=5.0, optim=galore_adamw"
     )
-    assert str(refused.value).endswith(f"got {expected}")
     capsys.readouterr()
     for error in (refused.value, refused.value, KeyError("own")):
         sys.excepthook(type(error), error, None)
     assert capsys.readouterr().err == f"error: {refused.value}\nKeyError: 'own'\n"
     trainer = PetraTrainer(model, arguments(tmp_path, max_steps=1), train_dataset=data, method="petra", stages=2)
+    assert trainer.pipeline.plan.k == 4
     assert capsys.readouterr().out == "max_grad_norm=0.5 of each stage: with petra they update apart\n"
-    with pytest.raises(ConfigError, match=r"PetraTrainer\.predict: expected save_model"):
-        trainer.predict(data)
     with pytest.raises(ConfigError, match=r"num_train_epochs: expected a number > 0, .*: there would be no update, got 0"):
         PetraTrainer(model, arguments(tmp_path, max_steps=-1, num_train_epochs=0), train_dataset=data, stages=2).train()
-    with pytest.raises(ConfigError, match="resume_from_checkpoint: expected a folder that PetraTrainer has saved"):
+    trainer.state.train_batch_size = 4
+    trainer.state.save_to_json(str(tmp_path / "trainer_state.json"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(PetraError, match="resume_from_checkpoint: expected a folder that PetraTrainer has saved"):
         trainer.train(resume_from_checkpoint=str(tmp_path))
-    with pytest.raises(ConfigError, match=r"train_dataset: expected a data set with a length > 0, .* got list"):
-        PetraTrainer(model, arguments(tmp_path), eval_dataset=[])
     for change, settings, found in (
         (lambda row: row, {"max_length": 8}, "max_length: expected at least 12, the tokens of a row, got 8"),
         (lambda row: row, {"max_length": 0}, "max_length: expected at least 12, the tokens of a row, got 0"),
-        (lambda row: {"input_ids": row["input_ids"]}, {}, "batch: expected input_ids, .* and labels, got input_ids"),
+        (
+            lambda row: {"labels": row["labels"]},
+            {},
+            "batch: expected one with input_ids or pixel_values, .* got labels",
+        ),
         (lambda row: {**row, "input_ids": row["input_ids"] / 2}, {}, "batch: expected integers .* as input_ids, got torch"),
-        (lambda row: row, {"data_collator": list}, "batch: expected input_ids, .*, got list"),
+        (lambda row: row, {"data_collator": list}, "batch: expected one with input_ids .*, got list"),
     ):
         with pytest.raises(DataError, match=found):
-            PetraTrainer(model, arguments(tmp_path), train_dataset=[change(row) for row in data], **settings)
+            PetraTrainer(model, arguments(tmp_path), train_dataset=[change(row) for row in data], **settings).train()
     with pytest.raises(PetraError, match="model: expected a model of transformers, got Linear"):
         PetraTrainer(torch.nn.Linear(2, 2), arguments(tmp_path), train_dataset=data)
+
+
+def test_the_page_of_arguments_is_up_to_date() -> None:
+    from docs.trainer_arguments import page
+
+    assert page() == (ROOT / "docs/trainer_arguments.md").read_text(encoding="utf-8")
 
 
 def run(*command: str | Path, folder: Path) -> None:

@@ -1,0 +1,313 @@
+"""A ``Trainer`` with a pipeline: how the model, the arguments and the data become one, and the loss on its last stage."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import DistributedType
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import has_length
+
+from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.engine.endpoints import Losses
+from petra.engine.options.extension import Extension
+from petra.engine.recipe import Recipe
+from petra.errors import require
+from petra.huggingface.arguments import rates
+from petra.huggingface.blocks import DECODERS, Head, split
+from petra.huggingface.feed import Entry, Exit, Form, longest_batch, random_states, set_random_states
+from petra.huggingface.inputs import FIELDS, next_tokens
+from petra.huggingface.load import base_of, built, report_untied, untie
+from petra.huggingface.optimizers import stage_optimizer, states_of, without_steps
+from petra.huggingface.outputs import answering, check_called
+from petra.method import Method
+from petra.model import BlockSpec, Model
+from petra.models.head_loss import LinearCrossEntropy, without_logits
+from petra.pipeline import Pipeline
+from petra.plan import make_plan
+from petra.settings import Numerics, Runtime
+from petra.specs import IGNORED
+from petra.update_rules import UpdateRules
+
+
+class Pipelined(transformers.Trainer):  # type: ignore[misc]
+    """Base class of :class:`petra.huggingface.PetraTrainer`: the pipeline and its loss."""
+
+    _method: Method
+    _stages: int | Sequence[int]
+    _max_length: int | None
+    _loss_rows: int | None
+    _extensions: Sequence[Extension]
+    form: Form
+    rank: int
+    world: int
+    _pipeline: Pipeline | None
+    _fresh: bool
+    _evaluation: Callable[[Tensor, Tensor, Tensor], Tensor]
+    _states: dict[Tensor, dict[str, Any]]
+    _remainder: int | None = None
+
+    def _alone(self) -> None:
+        """Let ``transformers`` and ``accelerate`` take this process for the only one: replicas would share the data."""
+        args, accelerator = self.args, self.accelerator
+        for owner, name in ((args, "distributed_state"), (accelerator, "state")):
+            alone = copy.copy(getattr(owner, name))
+            alone.__dict__ = {**alone.__dict__, "distributed_type": DistributedType.NO, "num_processes": 1}
+            setattr(owner, name, alone)
+        config = accelerator.dataloader_config
+        prepare = partial(
+            prepare_data_loader,
+            num_processes=1,
+            process_index=0,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+        )
+
+        def prepared(*objects: Any) -> Any:
+            found = tuple(prepare(each) if isinstance(each, DataLoader) else each for each in objects)
+            for each in objects:
+                if isinstance(each, torch.optim.Optimizer):
+                    without_steps(each)
+            return found if len(found) > 1 else found[0]
+
+        accelerator.prepare, accelerator.prepare_model = prepared, lambda model, *others, **named: model
+        for name in ("gather", "pad_across_processes", "reduce"):
+            setattr(accelerator, name, lambda tensor, *others, **named: tensor)
+        accelerator.gather_for_metrics = lambda found: recursively_apply(lambda t: t[: self._remainder], found)
+        self.gather_function = accelerator.gather_for_metrics
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: the pipeline moves the blocks of its stages."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return model
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """Return the inputs of a loss, which are on the device. A copy would not be what the pipeline has read."""
+        return inputs
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline. It is built when training or evaluation needs it. Every process must read it."""
+        if self._pipeline is None:
+            self._build(None, None)
+        assert self._pipeline is not None
+        return self._pipeline
+
+    def _build(self, loader: Any, evaluated: Any, steps: int = 0) -> None:
+        """Build the pipeline from the model and the settings as they are now.
+
+        Args:
+            loader: Loader of the data for training, in the first process; None without training.
+            evaluated: Loader of data for evaluation; None for those of the data sets of this trainer.
+            steps: Number of updates of the training.
+        """
+        args, base = self.args, base_of(self.model)
+        report_untied(untie(base))
+        with raise_on_all_ranks():
+            form = self._form(loader, evaluated) if self.rank == 0 else None
+        self.form: Form = all_gather_objects(form)[0]
+        parts = split(base, FIELDS[:1] if self.form.size is None else self.form.fields, None)
+        check_called(self.model, base, parts)
+        model, losses = self._blocks(base, parts)
+        plan = make_plan(
+            model,
+            self.form.spec,
+            method=self._method,
+            k=args.gradient_accumulation_steps,
+            stages=self._stages,
+            processes=self.world,
+            numerics=Numerics(torch.bfloat16 if args.bf16 else None),
+            device_type=args.device.type,
+            metrics=0,
+        )
+        self._at_once = plan.method.flush or not any(plan.delays)
+        clip = args.max_grad_norm or 0
+        if clip and not self._at_once and len(plan.stages) > 1 and self.rank == 0:
+            print(f"max_grad_norm={clip} of each stage: with {plan.method.name} they update apart", flush=True)
+        self._states |= {} if self._pipeline is None else states_of(self._pipeline)
+        whole = self.optimizer if steps else None
+        recipe = Recipe(
+            _unused if whole is None else partial(stage_optimizer, whole, self._states),
+            None if self._at_once or not steps else self._rates(steps),
+            losses,
+            metrics={},
+            seed=args.seed,
+            rules=UpdateRules(clip=clip or None, clip_globally=self._at_once and clip > 0),
+            extensions=self._extensions if steps else (),
+        )
+        self._pipeline = Pipeline.from_plan(plan, recipe, Runtime(args.device))
+        self._states = self._states if not steps else {}
+        self._last = next(p for p, owned in enumerate(plan.layout.processes) if len(plan.stages) - 1 in owned)
+
+    def _blocks(self, base: Any, parts: dict[str, nn.Module]) -> tuple[Model, Losses]:
+        """Return the model of a pipeline, whose modules and parameters are those of ``base``, and its losses."""
+        args, names = self.args, list(parts)
+        head = parts[names[-1]]
+        losses = Losses(_OfLogits(self._training_loss), _OfLogits(self._evaluation))
+        if self._loss_rows is not None:
+            shared = {id(t): t for t in (*head.parameters(), *head.buffers())}
+            parts[names[-1]] = copy.deepcopy(head, shared)
+        elif isinstance(head, Head):
+            head.cap = None  # that of the model's own forward
+        parts[names[0]] = Entry(parts[names[0]], self.form)
+        specs = [BlockSpec(name, partial(built, part)) for name, part in parts.items()]
+        model = Model(type(base).__name__, tuple(specs))
+        if self._loss_rows is not None:
+            overridden = type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
+            require(not overridden, "loss_rows", "None with a loss of its own, which needs logits", self._loss_rows)
+            model = without_logits(model)
+            dtype = torch.bfloat16 if args.bf16 else None
+            chunks = LinearCrossEntropy(args.label_smoothing_factor, self._loss_rows, dtype)
+            losses = Losses(*(_Chunked(self, chunks, training=training) for training in (True, False)))
+        *others, last = model.blocks
+        model = replace(model, blocks=(*others, BlockSpec(last.name, partial(_exit, last))))
+        self._parts = {**parts, names[-1]: Exit(parts[names[-1]])}
+        return model, losses
+
+    def _form(self, loader: Any, evaluated: Any) -> Form:
+        """Return the form of microbatches, in the first process: that of the longest rows of all data."""
+        base, states = base_of(self.model), random_states(self.data_collator)
+        config, name = base.config, type(base).__name__
+        vocabulary = getattr(config, "vocab_size", None)
+        whole = type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
+        loaders = [] if loader is None else [loader]
+        if evaluated is not None:
+            loaders.append(evaluated)
+        elif self.eval_dataset is not None:
+            sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {None: self.eval_dataset}
+            loaders += [self.get_eval_dataloader(key) for key, data in sets.items() if not_empty(data)]
+        if not loaders and self.train_dataset is not None:
+            loaders.append(self.get_train_dataloader())
+        require(bool(loaders), "train_dataset", "a data set with a length > 0", "none")
+        forms = []
+        for each in loaders:
+            rows = getattr(each, "batch_size", None) or getattr(getattr(each, "batch_sampler", None), "batch_size", None)
+            batch = longest_batch(each, rows or self.args.per_device_train_batch_size, vocabulary)
+            forms.append(Form.of(batch, self._max_length, whole=whole, bidirectional=name.startswith("Bert")))
+        set_random_states(self.data_collator, states)
+        form = forms[0].joined(forms[1:])
+        positions = getattr(config, "max_position_embeddings", None) if name.startswith(("Bert", "GPT2")) else None
+        fits = form.size is None or positions is None or form.size <= positions
+        require(fits, "max_length", f"at most {positions}, the positions of the model", form.size)
+        return form
+
+    def _rates(self, steps: int) -> Any:
+        """Return the learning rate as a function of the microbatches that a stage has done, as stages update at different times."""
+        ours = self._created_lr_scheduler and len({group["lr"] for group in self.optimizer.param_groups}) == 1
+        expected = "one that flushes, or the schedule of TrainingArguments with one learning rate"
+        require(
+            ours and self.args.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"), "method", expected, self._method.name
+        )
+        found, k = rates(self.args, steps), self.args.gradient_accumulation_steps
+        return lambda t: found[min((max(t, 1) - 1) // k, len(found) - 1)]
+
+    def gather_weights(self) -> None:
+        """Give ``model`` the trained weights in every process. Every process must call this method.
+
+        A process sends the weights of its stages to all others: with W processes, the whole model over each link. In one
+        process, the model always has them.
+        """
+        pipeline = self._pipeline
+        if self._fresh or pipeline is None:
+            return
+        layout, names = pipeline.plan.layout, [block.name for block in pipeline.plan.model.blocks]
+        own = dict(pipeline.blocks())
+        for process, stages in enumerate(layout.processes if self.world > 1 else ()):
+            for name in (names[block] for j in stages for block in layout.stages[j]):
+                part = self._parts[name].state_dict()
+                theirs = own[name].state_dict() if name in own else {}
+                for key, tensor in part.items():
+                    value = (theirs.get(key, tensor)).detach().to("cpu").contiguous()
+                    dist.broadcast(value, process)
+                    if name not in own:
+                        tensor.copy_(value)
+        self._fresh = True
+
+    def outputs_of(self, logits: Tensor, side: Tensor) -> tuple[dict[str, Tensor], dict[str, Any], Tensor]:
+        """Return the batch, the facts, and the logits of its rows and tokens."""
+        batch, facts = self.form.unpack(side)
+        tokens = self.form.size is not None and len(logits) == self.form.rows * self.form.size
+        if tokens:
+            rows, length = batch[FIELDS[0]].shape
+            return batch, facts, logits.view(self.form.rows, self.form.size or 0, -1)[:rows, :length]
+        return batch, facts, logits[: len(next(iter(batch.values())))]
+
+    def _training_loss(self, logits: Tensor, side: Tensor, targets: Tensor) -> Tensor:
+        batch, facts, logits = self.outputs_of(logits, side)
+        if not facts["count"]:
+            return logits.sum() * 0
+        self.current_gradient_accumulation_steps = facts["of"]
+        items = None if facts["items"] is None else torch.tensor(facts["items"], device=logits.device)
+        with answering(base_of(self.model), batch, logits), self.compute_loss_context_manager():
+            loss = self.compute_loss(self.model, batch, num_items_in_batch=items)
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+        whole: Tensor = loss * self.args.gradient_accumulation_steps / (1 if scaled else facts["of"])
+        return whole
+
+
+class _OfLogits:
+    """Loss that takes the logits and what has travelled with them."""
+
+    outputs = (2,)
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, logits: Tensor, side: Tensor, targets: Tensor) -> Tensor:
+        return self._function(logits, side, targets)
+
+
+class _Chunked:
+    """Loss without whole logits, of the targets that have travelled."""
+
+    outputs = (3, 4)
+
+    def __init__(self, trainer: Any, loss: LinearCrossEntropy, *, training: bool) -> None:
+        self._trainer, self._loss, self._training = trainer, loss, training
+
+    def __call__(self, hidden: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
+        *bias, side, _ = rest
+        trainer = self._trainer
+        form = trainer.form
+        batch, facts = form.unpack(side)
+        labels = batch[trainer.label_names[0]]
+        causal = type(base_of(trainer.model)).__name__ in (*DECODERS, "GPT2LMHeadModel")
+        rows, size = len(labels), form.size or 0
+        padded = nn.functional.pad(labels, (0, size - labels.shape[1]), value=IGNORED)
+        targets = next_tokens(labels, size).view(rows, -1) if causal else padded
+        hidden = hidden[: targets.numel()]
+        mean = self._loss(hidden, weight, *bias, targets.flatten())
+        count = (targets != IGNORED).sum()
+        if not self._training:
+            trainer.keep_part(batch, facts, torch.stack([mean * count, count.to(mean.dtype)])[None])
+            return torch.zeros((), device=hidden.device)
+        if not facts["count"]:
+            return sum(t.sum() * 0 for t in (hidden, weight, *bias))  # type: ignore[return-value]
+        share = 1 / facts["of"] if facts["items"] is None else count / facts["items"]
+        whole: Tensor = mean * share * trainer.args.gradient_accumulation_steps
+        return whole
+
+
+def _exit(last: BlockSpec) -> nn.Module:
+    return Exit(last.build())
+
+
+def _unused(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.0)
+
+
+def not_empty(data: Any) -> bool:
+    return not has_length(data) or len(data) > 0

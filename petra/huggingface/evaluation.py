@@ -1,0 +1,142 @@
+"""Evaluation of a ``Trainer`` with a pipeline: its own loop runs on the last stage, on what the pipeline has answered."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_utils import EvalLoopOutput, has_length
+
+from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.huggingface.building import Pipelined, not_empty
+from petra.huggingface.load import base_of
+from petra.huggingface.outputs import answering
+
+
+class Evaluating(Pipelined):
+    """Base class of :class:`petra.huggingface.PetraTrainer`: evaluation and prediction."""
+
+    control: Any
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate as ``Trainer`` does, on the last stage. The first process reads the data. All return the same metrics."""
+        if not self.is_in_train:
+            self._fit(dataloader)
+        only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        length, examples, size = all_gather_objects(_facts_of(dataloader))[0]
+        self._total = length, 0 if not size or examples is None else examples % size
+        answers = self._answers(dataloader, only, ignore_keys)
+        self.callback_handler.eval_dataloader = dataloader
+        output = None
+        if self.rank == self._last:
+            self.__dict__["prediction_step"] = lambda *others, **named: self._answered.popleft()
+            try:
+                loop = super().evaluation_loop
+                output = loop(_Loader(answers, length, examples), description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            finally:
+                del self.__dict__["prediction_step"]
+        else:
+            for _ in answers:
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        if output is not None and description != "Prediction":
+            output = output._replace(predictions=None, label_ids=None)
+        return all_gather_objects(output)[self._last]
+
+    def _answers(self, loader: Any, only: bool, ignore_keys: Any) -> Iterator[dict[str, Tensor]]:
+        """Yield the batches of a data loader on the last stage, after what it has answered; in others, as many empty ones."""
+        self._answered, self._batches = deque[Any](), deque[dict[str, Tensor]]()
+        self._waiting: list[tuple[dict[str, Tensor], Tensor]] = []
+        self._asked = only, ignore_keys
+        batches = iter(getattr(loader, "base_dataloader", loader)) if self.rank == 0 else iter(())
+        done, nothing = 0, torch.zeros(1, dtype=torch.int64)
+        at_once = (8 if only else 1) * len(self.pipeline.plan.stages)
+        while True:
+            packed, count = list[Tensor](), 0
+            with raise_on_all_ranks():
+                for batch in batches if self.rank == 0 else ():
+                    parts = self.form.split(batch)
+                    packed += [self.form.pack(part, part=i, parts=len(parts)) for i, part in enumerate(parts)]
+                    count += 1
+                    if len(packed) >= at_once:
+                        break
+            microbatches, count = all_gather_objects((len(packed), count))[0]
+            if not count:
+                return
+            source: Any = SimpleNamespace(inputs=packed.__getitem__, targets=lambda m: nothing)
+            self.pipeline.evaluate(source, microbatches)
+            for _ in range(count):
+                done += 1
+                # Losses count once for each row: accelerate divides the last batch so.
+                self._remainder = (self._total[1] or None) if done == self._total[0] else None
+                yield self._batches.popleft() if self.rank == self._last else {}
+
+    def _evaluation(self, logits: Tensor, side: Tensor, targets: Tensor) -> Tensor:
+        """Answer a batch, once all of its parts have arrived."""
+        batch, facts, logits = self.outputs_of(logits, side)
+        self.keep_part(batch, facts, logits)
+        return torch.zeros((), device=logits.device)
+
+    def keep_part(self, batch: dict[str, Tensor], facts: Mapping[str, Any], found: Tensor) -> None:
+        """Keep a part of a batch with its logits, or the sum and the number (1, 2) of its losses, and answer a whole batch."""
+        self._waiting.append((batch, found))
+        if facts["part"] < facts["parts"] - 1:
+            return
+        (first, _), *rest = self._waiting
+        names = {name for part, _ in rest for name in part}
+        whole = {name: torch.cat([part[name] for part, _ in self._waiting]) if name in names else first[name] for name in first}
+        joined, self._waiting = torch.cat([each for _, each in self._waiting]), []
+        self._batches.append(dict(whole))
+        only, ignore_keys = self._asked
+        if self._loss_rows is not None:
+            total, count = joined.sum(0)
+            self._answered.append((total / count, None, None))
+            return
+        step: Any = type(self).prediction_step
+        with answering(base_of(self.model), whole, joined):
+            self._answered.append(step(self, self.model, whole, only, ignore_keys=ignore_keys))
+
+    def _fit(self, loader: Any) -> None:
+        """Build the pipeline again, if the data of a loader do not fit its microbatches. Every process must call this method."""
+        with raise_on_all_ranks():
+            own = self._pipeline is not None and self.rank == 0 and not_empty(getattr(loader, "dataset", None))
+            fits = not own or self.form.joined([self._form(None, loader)]) == self.form
+        if self._pipeline is None or not all_gather_objects(fits)[0]:
+            self._build(None, loader if self.rank == 0 else None)
+
+
+class _Loader:
+    """Batches that have been answered, for the loop of ``Trainer``."""
+
+    def __init__(self, answers: Iterator[Any], length: int | None, examples: int | None) -> None:
+        self._answers = answers
+        if length is not None:
+            self.length = length
+        if examples is not None:
+            self.dataset = range(examples)
+
+    def __len__(self) -> int:
+        with suppress(AttributeError):
+            return self.length
+        raise TypeError("no length")
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._answers
+
+
+def _facts_of(loader: Any) -> tuple[int | None, int | None, int | None]:
+    """Return the numbers of batches and rows of a loader, and the rows of a batch if accelerate has prepared it."""
+    data: Any = getattr(loader, "dataset", None)
+    size = getattr(loader, "total_batch_size", None) if hasattr(loader, "base_dataloader") else None
+    return len(loader) if has_length(loader) else None, len(data) if has_length(data) else None, size

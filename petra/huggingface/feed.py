@@ -1,0 +1,370 @@
+"""Batches of a data loader, read in the process of the first stage, as messages of one form for all stages.
+
+A microbatch is one tensor of bytes: what the first block reads, then a header and all that the loss reads. The first block passes
+the header and what follows on as a side tensor (:class:`Entry`), and the loss finds the batch as the collator made it
+(:meth:`Form.unpack`).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import skip_first_batches
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from petra.errors import DataError, invalid, require
+from petra.huggingface.inputs import FIELDS, stack
+from petra.specs import Streams, TensorSpec, as_streams
+
+Batch = Mapping[str, Tensor]
+HEADER, ALIGNMENT = 2048, 64
+"""Bytes of a header, and of which tensors in a message begin at a multiple."""
+IMAGES = "pixel_values"
+"""Field of images, the only one of their inputs."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of a microbatch.
+
+    Attributes:
+        rows: Number of rows.
+        fields: Names of the inputs of the first block: of :data:`petra.huggingface.inputs.FIELDS`, or :data:`IMAGES`.
+        size: Number of tokens of a row, to which shorter ones are padded. None for images.
+        shape, dtype: Shape and type of the inputs of the first block.
+        others: Bytes of the entries that only the loss reads.
+        whole: Whether the loss gets images, too; it gets zeros otherwise. It always gets tokens.
+        masked: Whether the mask of padding is made here, for models without one in their batches.
+    """
+
+    rows: int
+    fields: tuple[str, ...]
+    size: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    others: int
+    whole: bool
+    masked: bool = False
+
+    @staticmethod
+    def of(batch: Any, size: int | None, *, whole: bool, bidirectional: bool) -> Form:
+        """Return the form in which a batch fits, as do batches with fewer or shorter rows.
+
+        Args:
+            batch: The longest batch.
+            size: Number of tokens of a row; None: those of the batch.
+            whole: As in :class:`Form`.
+            bidirectional: Whether tokens attend to those after them, so that padding needs a mask.
+
+        Raises:
+            DataError: If it has no inputs, or other things than tensors.
+        """
+        names = sorted(batch) if isinstance(batch, Mapping) else [type(batch).__name__]
+        expected = f"one with {FIELDS[0]} or {IMAGES}, and tensors only"
+        require(bool({FIELDS[0], IMAGES} & {*names}), "batch", expected, ", ".join(names), DataError)
+        for name, value in batch.items():
+            require(isinstance(value, Tensor), f"batch, {name}", "a tensor", type(value).__name__, DataError)
+        if IMAGES in batch:
+            images = batch[IMAGES]
+            rest = sum(_aligned(t.nbytes) for name, t in batch.items() if name != IMAGES)
+            return Form(len(images), (IMAGES,), None, tuple(images.shape), images.dtype, rest, whole)
+        rows, found = batch[FIELDS[0]].shape[0], batch[FIELDS[0]].shape[-1]
+        size = found if size is None else size
+        require(found <= size, "max_length", f"at least {found}, the tokens of a row", size, DataError)
+        fields = tuple(name for name in FIELDS if name in batch)
+        masked = bidirectional and "attention_mask" not in fields
+        fields = tuple(name for name in FIELDS if name in fields or (masked and name == "attention_mask"))
+        # Entries that grow with the tokens of a row, such as labels, may be as long as the inputs.
+        grown = -(-size // max(found, 1))
+        rest = sum(_aligned(t.nbytes * (grown if t.dim() > 1 else 1)) for name, t in batch.items() if name not in FIELDS)
+        shape = (rows, len(fields), size) if len(fields) > 1 else (rows, size)
+        return Form(rows, fields, size, shape, torch.int32, rest, whole, masked)
+
+    def joined(self, others: Sequence[Form]) -> Form:
+        """Return the form with the rows of this one in which the batches of all forms fit."""
+        every = [self, *others]
+        fields = {form.fields for form in every}
+        expected = f"the same entries in all data: {', '.join(self.fields)}"
+        require(len(fields) == 1, "batch", expected, " and ".join(", ".join(each) for each in sorted(fields)), DataError)
+        if self.size is None:
+            return replace(self, others=max(form.others for form in every))
+        size = max(form.size or 0 for form in every)
+        rest = max(form.others * -(-self.rows // form.rows) * -(-size // (form.size or 1)) for form in every)
+        return replace(self, size=size, shape=(*self.shape[:-1], size), others=rest)
+
+    @property
+    def inputs(self) -> TensorSpec:
+        """Spec of the inputs of the first block."""
+        return TensorSpec(self.shape, self.dtype)
+
+    @property
+    def start(self) -> int:
+        """Where the header begins."""
+        return _aligned(self.inputs.bytes)
+
+    @property
+    def passed(self) -> int:
+        """Where the part begins that travels to the last stage."""
+        return 0 if self.whole or self.size is not None else self.start
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Spec of a microbatch."""
+        return TensorSpec((self.start + HEADER + self.others,), torch.uint8)
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """Return the parts of a batch that fit into a microbatch each."""
+        names = batch if isinstance(batch, Mapping) else {}
+        main = IMAGES if self.size is None else FIELDS[0]
+        require(main in names, "batch", f"one with {main}", ", ".join(sorted(names)) or type(batch).__name__, DataError)
+        total = len(batch[main])
+        if total <= self.rows:
+            return [batch]
+        parts: list[Batch] = []
+        for begin in range(0, total, self.rows):
+            own = {name: t for name, t in batch.items() if begin == 0 or _has_rows(t, total)}
+            parts.append({name: t[begin : begin + self.rows] if _has_rows(t, total) else t for name, t in own.items()})
+        return parts
+
+    def pack(self, batch: Batch, **facts: Any) -> Tensor:
+        """Return a microbatch.
+
+        Args:
+            batch: A part that :meth:`split` has returned.
+            facts: Numbers for the loss.
+
+        Raises:
+            DataError: If the batch does not fit the form.
+        """
+        packed = torch.zeros(self.spec.shape, dtype=torch.uint8)
+        inputs = self._inputs(batch)
+        missing = self.rows - len(inputs)
+        inputs = inputs if not missing else torch.cat([inputs, inputs[-1:].expand(missing, *inputs.shape[1:])])
+        packed[: self.inputs.bytes].view(self.dtype).view(self.shape).copy_(inputs)
+        listed, place = [], self.start + HEADER
+        own = {IMAGES} if self.size is None else {*self.fields} & {*batch}
+        for name, value in batch.items():
+            begin = None if name in own else place
+            listed.append((name, str(value.dtype).removeprefix("torch."), list(value.shape), begin))
+            if begin is None:
+                continue
+            place += _aligned(value.nbytes)
+            require(place <= len(packed), f"batch, {name}", "at most as many bytes as in the first batches", "more", DataError)
+            packed[begin : begin + value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
+        header = json.dumps({"entries": listed, **facts}).encode()
+        require(len(header) <= HEADER, "batch", "fewer entries", f"{len(listed)}", DataError)
+        packed[self.start : self.start + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        return packed
+
+    def unpack(self, side: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the part of a batch that :meth:`pack` was given, from what has travelled, and the facts."""
+        start, shift = self.start - self.passed, self.passed
+        facts: dict[str, Any] = json.loads(side[start : start + HEADER].cpu().numpy().tobytes().rstrip(b"\0"))
+        batch: dict[str, Tensor] = {}
+        for name, kind, shape, begin in facts.pop("entries"):
+            dtype: torch.dtype = getattr(torch, kind)
+            if begin is not None:
+                spec = TensorSpec(tuple(shape), dtype)
+                batch[name] = side[begin - shift : begin - shift + spec.bytes].clone().view(dtype).view(spec.shape)
+            elif shift:  # images that have not travelled
+                batch[name] = torch.zeros((), dtype=dtype, device=side.device).expand(shape)
+            else:
+                inputs = side[: self.inputs.bytes].view(self.dtype).view(self.shape)[: shape[0]]
+                one = inputs[:, self.fields.index(name)] if inputs.dim() == 3 and self.size else inputs
+                batch[name] = (one[:, : shape[1]] if self.size else one).to(dtype, copy=True)
+        return batch, facts
+
+    def _inputs(self, batch: Batch) -> Tensor:
+        if self.size is None:
+            images = batch[IMAGES]
+            expected = TensorSpec(self.shape[1:], self.dtype)
+            expected.require(images[0], f"batch, a row of {IMAGES}")
+            return images
+        length = batch[FIELDS[0]].shape[-1]
+        require(length <= self.size, "max_length", f"at least {length}, the tokens of a row", self.size, DataError)
+        if self.masked and "attention_mask" not in batch:
+            batch = {**batch, "attention_mask": torch.ones_like(batch[FIELDS[0]])}
+        return stack(batch, self.fields, self.size)
+
+
+class Entry(nn.Module):
+    """First block: takes a microbatch as bytes, and passes on what the loss reads.
+
+    Args:
+        block: First block of the model.
+        form: Form of the microbatch.
+    """
+
+    def __init__(self, block: nn.Module, form: Form) -> None:
+        super().__init__()
+        self.block, self.form = block, form
+
+    def forward(self, packed: Tensor) -> Streams:
+        form = self.form
+        inputs = packed[: form.inputs.bytes].view(form.dtype).view(form.shape)
+        hidden = as_streams(self.block(inputs if form.size is None else inputs.long()))
+        return (*hidden, packed[form.passed :].clone())
+
+
+class Exit(nn.Module):
+    """Last block: returns its outputs, and what the loss reads."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: Tensor, *side: Tensor) -> Streams:
+        return (*as_streams(self.block(hidden, *side[:-1])), side[-1])
+
+
+class Reader:
+    """Reads the batches of a loader in order, epoch after epoch, in one process.
+
+    A resumed run reads the same batches with the same random numbers of the collator. The generators of Python, NumPy and torch,
+    and those that are attributes of the collator, get the state at the start of the epoch before its order is drawn, and that of
+    the checkpoint before the next batch.
+
+    Args:
+        loader: The data loader.
+        collator: The collator.
+        epoch: Number of the first epoch.
+        states: What :meth:`states` has returned, to resume; None for a new run.
+    """
+
+    def __init__(self, loader: Any, collator: Any, epoch: int = 0, states: Mapping[str, Any] | None = None) -> None:
+        self.loader, self._collator, self._epoch, self._resumed = loader, collator, epoch - 1, states
+        self._batches: Iterator[Any] = iter(())
+        self._at, self._begin = -1, random_states(collator)
+
+    def read(self, numbers: Sequence[int]) -> list[Batch]:
+        """Return the batches of an epoch with consecutive numbers, fewer at its end. Number 0 begins the next epoch."""
+        if not numbers:
+            return []
+        if numbers[0] == 0 or self._at < 0:
+            self._start(numbers[0])
+        found = list(islice(self._batches, len(numbers)))
+        self._at = numbers[-1] + 1
+        return found
+
+    def states(self) -> dict[str, Any]:
+        """Return what a resumed run needs."""
+        return {"epoch": self._begin, "now": random_states(self._collator)}
+
+    def _start(self, skip: int) -> None:
+        self._epoch += 1
+        if self._resumed is not None:
+            set_random_states(self._collator, self._resumed["epoch" if skip else "now"])
+        self._begin = random_states(self._collator)
+        loader = self.loader
+        samplers: list[Any] = [loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)]
+        for part in samplers:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._epoch)
+        if skip and not isinstance(loader.dataset, IterableDataset):
+            loader, skip = skip_first_batches(loader, skip), 0
+            if hasattr(loader, "set_epoch"):
+                loader.set_epoch(self._epoch)
+        # accelerate's own iteration reads one batch ahead, whose random numbers a resumed run would draw again.
+        self._batches = iter(getattr(loader, "base_dataloader", loader))
+        next(islice(self._batches, skip - 1, None), None) if skip else None
+        if self._resumed is not None:
+            set_random_states(self._collator, self._resumed["now"])
+            self._resumed = None
+
+
+class _Numbers(Dataset):  # type: ignore[type-arg]
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, i: int) -> int:
+        if i >= self.length:
+            raise IndexError(i)
+        return i
+
+
+class _Endless(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(count())
+
+
+def numbers(length: int | None) -> DataLoader[Any]:
+    """Return a loader of the numbers of an epoch's batches, for the loop of ``Trainer``, that draws no random numbers of others."""
+    data: Any = _Endless() if length is None else _Numbers(length)
+    return DataLoader(data, batch_size=1, collate_fn=lambda found: found[0], generator=torch.Generator())
+
+
+def random_states(collator: Any) -> dict[str, Any]:
+    """Return the states of the generators that a collator may draw from."""
+    own = {name: _get(value) for name, value in getattr(collator, "__dict__", {}).items() if _is_generator(value)}
+    common = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return {**common, "own": own}
+
+
+def set_random_states(collator: Any, states: Mapping[str, Any]) -> None:
+    """Restore what :func:`random_states` has returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    for name, state in states["own"].items():
+        generator = getattr(collator, name)
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.bit_generator.state = state
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, torch.Generator | random.Random | np.random.Generator)
+
+
+def _get(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+
+
+def longest_batch(loader: Any, rows: int, vocabulary: int | None) -> Any:
+    """Return a batch of the longest rows of a data set, made by the collator of its loader; its first batch if it can't be indexed.
+
+    Raises:
+        DataError: If the data set has no rows, or a row has tokens beyond the vocabulary.
+    """
+    indexed = hasattr(loader, "dataset") and hasattr(loader.dataset, "__len__") and hasattr(loader.dataset, "__getitem__")
+    if not indexed or isinstance(loader.dataset, IterableDataset):
+        batch = next(iter(getattr(loader, "base_dataloader", loader)), None)
+        require(batch is not None, "train_dataset", "rows", "none", DataError)
+        return batch
+    data = loader.dataset
+    require(len(data) > 0, "data", "a data set with a length > 0", "no rows", DataError)
+    chosen = [*range(min(rows, len(data)))]
+    first = data[0]
+    if isinstance(first, Mapping) and FIELDS[0] in first:
+        lengths = []
+        for i in range(len(data)):
+            tokens = torch.as_tensor(data[i][FIELDS[0]])
+            lengths.append(tokens.shape[-1] if tokens.dim() else 1)
+            if vocabulary is not None and tokens.numel() and not tokens.is_floating_point() and int(tokens.max()) >= vocabulary:
+                raise invalid(f"row {i}", f"tokens below {vocabulary}, the vocabulary of the model", int(tokens.max()), DataError)
+        chosen = sorted(range(len(data)), key=lambda i: -lengths[i])[:rows]
+    return loader.collate_fn([data[i] for i in chosen])
+
+
+def _has_rows(t: Tensor, rows: int) -> bool:
+    return t.dim() > 0 and len(t) == rows
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

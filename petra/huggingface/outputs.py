@@ -1,0 +1,126 @@
+"""The loss of a model of ``transformers`` from logits that other processes have computed.
+
+The model's own ``forward``, and whatever wraps it or replaces its loss, runs on the last stage. The modules below it are replaced
+for the call: by one that checks its inputs, and one that returns the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra.errors import ModelError, require
+from petra.huggingface.feed import IMAGES
+from petra.huggingface.inputs import FIELDS
+
+HEADS = ("lm_head", "cls", "classifier")
+"""Modules that return the logits."""
+HARMLESS = {"use_cache", "return_dict", "num_items_in_batch", "labels", "logits_to_keep"}
+"""Arguments of the modules below the head that change nothing that a pipeline computes."""
+
+
+@contextmanager
+def answering(base: Any, batch: Mapping[str, Tensor], logits: Tensor) -> Iterator[None]:
+    """Let calls of a model return ``logits`` inside the ``with`` block, for the inputs of ``batch`` only.
+
+    Args:
+        base: Model of ``transformers``, without adapters around it.
+        batch: The batch, as the collator has made it.
+        logits: Logits (B, T, classes) or (B, classes) of its rows.
+
+    Raises:
+        ModelError: If the model is called a second time, or with other inputs.
+    """
+    head = next(name for name in HEADS if hasattr(base, name))
+    replaced = {base.base_model_prefix: _Body(batch, logits), head: _Head(logits)}
+    replaced |= {name: nn.Identity() for name in ("dropout",) if name in base._modules}
+    own = {name: base._modules[name] for name in replaced}
+    base._modules.update(replaced)
+    try:
+        yield
+    finally:
+        base._modules.update(own)
+
+
+class _Hidden:
+    """What the modules below the head return: states with no values, and None for everything else."""
+
+    def __init__(self, states: Tensor) -> None:
+        self.last_hidden_state = states
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.last_hidden_state if isinstance(i, int) else ()
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Body(nn.Module):
+    batch: Any
+    states: Any
+
+    def __init__(self, batch: Mapping[str, Tensor], logits: Tensor) -> None:
+        super().__init__()
+        self.calls = 0
+        object.__setattr__(self, "batch", {n: (t, t._version) for n, t in batch.items() if n in (*FIELDS, IMAGES)})
+        object.__setattr__(self, "states", torch.zeros((), dtype=logits.dtype, device=logits.device).expand(logits.shape))
+
+    def forward(self, *inputs: Any, **named: Any) -> _Hidden:
+        self.calls += 1
+        require(self.calls == 1, "compute_loss", "a loss that calls the model once in a pipeline", "a second call", ModelError)
+        first = next(iter(self.batch), None)
+        given: dict[Any, Any] = {**({first: inputs[0]} if inputs else {}), **named}
+        for name, value in given.items():
+            if value is None or value is False or name in HARMLESS:
+                continue
+            tensor, version = self.batch.get(name, (None, 0))
+            same = value is tensor and tensor._version == version
+            expected = "the inputs of the batch, since the pipeline has computed the logits from them"
+            require(same, f"{name} in forward", expected, "others", ModelError)
+        states = self.states
+        return _Hidden(states if states.dim() > 2 else states[:, None])
+
+
+class _Head(nn.Module):
+    logits: Any
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        object.__setattr__(self, "logits", logits)
+
+    def forward(self, states: Tensor) -> Tensor:
+        whole = states.dim() == 2 or states.shape[:2] == self.logits.shape[:2]
+        fits = whole or self.logits.dim() == 2
+        require(fits, "logits_to_keep", "0, all logits", "others", ModelError)
+        return self.logits  # type: ignore[no-any-return]
+
+
+def check_called(model: Any, base: Any, blocks: Mapping[str, nn.Module]) -> None:
+    """Check that hooks and replaced methods are in modules that a pipeline calls, and that blocks share no weights.
+
+    Raises:
+        ModelError: If not. The message names the module.
+    """
+    owners: dict[int, str] = {}
+    for name, block in blocks.items():
+        for p in block.parameters():
+            expected = "layers with weights of their own (only an embedding and a head that share theirs are trained apart)"
+            require(owners.setdefault(id(p), name) == name, f"model, {name}", expected, f"those of {owners[id(p)]}", ModelError)
+    called = {id(part) for block in blocks.values() for part in block.modules()}
+    above: set[int] = set()
+    inner = model
+    while inner is not base:
+        above.add(id(inner))
+        inner = getattr(inner, "base_model", None) or getattr(inner, "model", base)
+    for name, module in model.named_modules():
+        if id(module) in called or id(module) in above or module is base:
+            continue
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        hooks = any(getattr(module, kind) for kind in kinds)
+        got = "hooks" if hooks else "a replaced forward"
+        expected = "none: a pipeline calls its layers, embedding and head, and the model itself"
+        require(not (hooks or "forward" in vars(module)), f"module {name}", expected, got, ModelError)
