@@ -1,7 +1,8 @@
-"""Measure time and stored bytes of one BN + ACT + CONV block in the four module shapes of ResNeXt-101.
+"""Measure time and stored bytes of one BN + ACT + CONV block in the four module shapes of ResNeXt-101, and of whole networks.
 
 Compares standard layers, InPlace-ABN, and the authors' package ``inplace-abn`` if it is installed, as in Fig. 4 of Rota Bulò et al.
-2018. The block's input is the result of another operation, as in a network.
+2018. The block's input is the result of another operation, as in a network. Networks with batch norm and leaky ReLU are compared
+with what ``to_inplace_abn`` makes of them.
 
 python -m benchmarks.inplace_abn --out runs/inplace_abn.json
 """
@@ -9,16 +10,18 @@ python -m benchmarks.inplace_abn --out runs/inplace_abn.json
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.report import alternate, benchmark_parser, kept_bytes, ratio, save, spread
-from petra.inplace_abn import InPlaceABN
+from petra.inplace_abn import InPlaceABN, to_inplace_abn
 from petra.models import MODELS
 
 # Channels and image side of the 3x3 convolutions for images of 224x224 pixels (Xie et al. 2017, Table 1: 32x4d).
@@ -117,8 +120,33 @@ def networks(batch: int) -> dict[str, dict[str, int]]:
     return stored
 
 
+def converted(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return, for small images, the seconds of a step of networks and of their conversions, bytes stored, and pairs converted."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name in ("resnet50", "resnext101", "revnet50"):
+        torch.manual_seed(0)
+        standard = MODELS[name](norm="batchnorm", activation="leaky_relu", width=0.25).build(0)
+        network, x = copy.deepcopy(standard), torch.randn(options.batch, 3, 64, 64)
+        found = to_inplace_abn(network, report=lambda text: None)
+        runs = {"standard": partial(step, standard, x), "converted": partial(step, network, x)}
+        seconds = alternate(runs, options.rounds)
+        stored = [kept_bytes(partial(net, x), net.parameters()) for net in (standard, network)]
+        kept = dict(zip(runs, stored, strict=True))
+        rows[name] = {"seconds": seconds, "ratio": ratio(seconds["converted"], seconds["standard"]), "kept_bytes": kept}
+        rows[name]["pairs"] = f"{len(found.taken)} of {len(found.taken) + len(found.left)}"
+    return rows
+
+
+def step(network: nn.Module, x: Tensor) -> float:
+    """Return the seconds of a forward and a backward pass."""
+    start = time.perf_counter()
+    network(x).square().mean().backward()
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = benchmark_parser(__doc__, 15)
+    parser.add_argument("--networks", action="store_true", help="measure converted networks only")
     parser.add_argument("--batch", type=int, default=16, help="images per microbatch")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--channels-last", action="store_true", help="store images with their channels last")
@@ -126,6 +154,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
+    if options.networks:
+        found = converted(options)
+        print("| 64x64 pixels | pairs | over standard: median (min – max) | MiB stored | converted |\n|---|---|---|---|---|")
+        for name, row in found.items():
+            before, after = (row["kept_bytes"][key] / 2**20 for key in ("standard", "converted"))
+            print(f"| {name} | {row['pairs']} | {_cell(row['ratio'])} | {before:.1f} | {after:.1f} |")
+        save(options, {"converted": found})
+        return
     layout = "channels last" if options.channels_last else "contiguous"
     print(f"3x3 convolutions in {GROUPS} groups, batch {options.batch}, {layout}, float32, {options.threads} threads\n")
     print("| | | ms: median (min – max) | over standard: median (min – max) | MiB stored |\n|---|---|---|---|---|", flush=True)

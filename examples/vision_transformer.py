@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from petra.errors import Count, Share, require
 from petra.model import Model
-from petra.models.attention import DEVIATION, MLP, Attention, LayerOptions, linear
-from petra.reversible import TwoFunctionCoupling
+from petra.models import RevViTLayer
+from petra.models.attention import DEVIATION, LayerOptions, linear
 
 
 class PatchStem(nn.Module):
@@ -89,4 +89,4 @@ def revvit(
     require(classes >= 1, "model.classes", "an integer >= 1", classes)
     options = LayerOptions(dim, heads, dropout=dropout, causal=False, depth=depth)
     stem, head = partial(PatchStem, size, patch, dim, dropout), partial(ImageHead, dim, classes)
-    return options.model("revvit", stem, lambda: TwoFunctionCoupling(Attention(options), MLP(options)), head)
+    return options.model("revvit", stem, partial(RevViTLayer, dim, heads, depth=depth, dropout=dropout), head)

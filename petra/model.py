@@ -17,9 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from petra.errors import ModelError, first_line, invalid, require
-from petra.reversible import ReversibleBlock, derive_seed, frozen_statistics, normalisations, seeded
+from petra.reversible import ReversibleBlock, ReversibleSequence, derive_seed, frozen_statistics, normalisations, seeded
 from petra.specs import Streams, TensorSpec, as_streams, is_side, without_side
-from petra.torch_private import TorchDispatchMode, hooks_of
+from petra.torch_private import TorchDispatchMode, has_hooks, hooks_of
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,8 @@ class Model:
 
         Args:
             name: Name of the model.
-            blocks: Modules by block name, or an ``nn.Sequential``, each of whose modules becomes a block.
+            blocks: Modules by block name, or an ``nn.Sequential``, each of whose modules becomes a block. A
+                :class:`petra.reversible.ReversibleSequence` named ``layers`` becomes the blocks ``layers_0``, ``layers_1``, ...
 
         Raises:
             ModelError: If a block is no module, contains one of TorchScript, or has parameters without a shape; if blocks share
@@ -142,6 +143,10 @@ class Model:
                 raise invalid(f"blocks of model {name}", expected, ", ".join(modules), ModelError)
         for key, module in modules.items():
             _check_module(f"block {key} of model {name}", module)
+        parts = [part for key, module in modules.items() for part in _parts(key, module)]
+        modules = dict(parts)
+        keys = ", ".join(key for key, _ in parts)
+        require(len(modules) == len(parts), f"blocks of model {name}", "names that occur once", keys, ModelError)
         _check_distinct(name, modules)
         every = [m for module in modules.values() for m in module.modules()]
         training = not every or any(m.training for m in every)
@@ -190,6 +195,13 @@ class Model:
             profiles.append(replace(profile, name=spec.name))
         _check_distinct(self.name, built)
         return tuple(profiles)
+
+
+def _parts(key: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the blocks of a reversible sequence by name, or the module itself. A sequence with hooks stays whole: they are its."""
+    if type(module) is not ReversibleSequence or not module.blocks or has_hooks(module):
+        return [(key, module)]
+    return [(f"{key}_{i}", block) for i, block in enumerate(module.blocks)]
 
 
 def copied(module: nn.Module) -> nn.Module:

@@ -48,3 +48,9 @@ def draw(rank: int, folder: Path) -> None:
 def test_four_processes_draw_their_timeline(tmp_path: Path) -> None:
     run_processes(4, draw, tmp_path / "processes", tmp_path)
     assert {"timeline.png", "trace.json"} <= {path.name for path in (tmp_path / "runs/four_processes").iterdir()}
+
+
+def test_reversible_layers_in_a_loop_and_then_in_a_pipeline(capsys: pytest.CaptureFixture[str]) -> None:
+    *loop, pipeline = runpy.run_path(str(EXAMPLES / "reversible_layers.py"))["main"](epochs=1, count=320)
+    assert max(loop[0], pipeline) < 2.5
+    assert "PETRA with 8 blocks in 4 stages" in capsys.readouterr().out

@@ -10,8 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from petra.data.dataset import Dataset, Part, Split
 from petra.data.files import folder_of, folders_in, listed, require_all
 from petra.errors import Count, DataError, alternatives, invalid, require
@@ -52,6 +50,8 @@ def class_names(data: str, classes: int) -> tuple[str, ...]:
 
 def _known_classes(data: str) -> Any:
     """Return what class_names.yaml has for a data set, or None."""
+    import yaml  # a requirement of the commands, which the layer does without
+
     return yaml.safe_load(files("petra.inplace_abn").joinpath("class_names.yaml").read_text(encoding="utf-8")).get(data)
 
 

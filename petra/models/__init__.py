@@ -16,6 +16,7 @@ from petra.models.preactivation import (
     revnet602,
 )
 from petra.models.resnet import resnet18, resnet34, resnet50, resnet101
+from petra.models.reversible_layers import RevGPTLayer, RevNetDownsample, RevNetLayer, RevViTLayer
 from petra.models.revnet import revnet18, revnet34, revnet50, revnet101
 
 _RESNETS = (resnet18, resnet34, resnet50, resnet101, resnet32, resnet110, resnet164, resnet101_preact)
@@ -34,6 +35,10 @@ TOKEN_MODELS = ("gpt", "revgpt", "huggingface")
 __all__ = [
     "MODELS",
     "TOKEN_MODELS",
+    "RevGPTLayer",
+    "RevNetDownsample",
+    "RevNetLayer",
+    "RevViTLayer",
     "gpt",
     "resnet18",
     "resnet32",

@@ -50,7 +50,7 @@ class BottleneckResize(nn.Module):
     def __init__(self, style: layers.Style, kind: str, row: layers.Residual) -> None:
         super().__init__()
         self.late = kind == "variant"
-        self.f = _branch(style, row._replace(in_channels=row.channels, stride=1) if self.late else row)
+        self.f = branch(style, row._replace(in_channels=row.channels, stride=1) if self.late else row)
         resize = partial(layers.conv_norm, row.in_channels, row.channels, stride=row.stride, style=style, activate=False)
         self.shortcut1 = layers.PoolAndPad(row) if kind == "pooling" else resize(1)
         self.shortcut2 = resize(1 if kind == "projection" else 3)
@@ -127,9 +127,10 @@ def revnet_body(
 
 def _residual(style: layers.Style, downsampling: str, row: layers.Residual) -> nn.Module:
     if not row.resizes:
-        return Coupling(_branch(style, row))
+        return Coupling(branch(style, row))
     return BottleneckResize(style, downsampling, row) if row.bottleneck else Downsample(style, row)
 
 
-def _branch(style: layers.Style, row: layers.Residual) -> nn.Sequential:
+def branch(style: layers.Style, row: layers.Residual) -> nn.Sequential:
+    """Return the residual function of a block, which ends with an activation."""
     return nn.Sequential(*(layer for sizes in row.convolutions() for layer in layers.conv_norm(*sizes, style=style)))

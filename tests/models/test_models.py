@@ -4,6 +4,7 @@ import copy
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 
@@ -14,8 +15,8 @@ from torch.nn import functional as F
 
 import petra.inplace_abn  # noqa: F401 (adds models)
 from petra import BlockSpec, ConfigError, Model, ModelError, TensorSpec
-from petra.models import MODELS, layers
-from petra.reversible import ReversibleBlock
+from petra.models import MODELS, RevGPTLayer, RevNetDownsample, RevNetLayer, RevViTLayer, layers, revgpt, revnet18, revnet50
+from petra.reversible import ReversibleBlock, ReversibleSequence, derive_seed
 from petra.specs import as_streams
 from tests.structure import ROOT
 from tests.support.nets import RandomSource, make_pipeline, mixed_net, sgd, train_plainly
@@ -224,3 +225,58 @@ def test_the_example_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert reversible == [False, True, True, True, True, False, False]
     assert example["main"](epochs=1) > 0.2
     assert capsys.readouterr().out.startswith("epoch 1: loss ")
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "RevNetLayer": (partial(RevNetLayer, 4), (2, 4, 5, 5)),
+    "bottleneck": (partial(RevNetLayer, 8, 4, activation="leaky_relu"), (2, 8, 5, 5)),
+    "RevGPTLayer": (partial(RevGPTLayer, 8, 2, mlp="swiglu", rotary=True), (2, 6, 8)),
+    "RevViTLayer": (partial(RevViTLayer, 8, 2, depth=2, dropout=0.1), (2, 6, 8)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_a_plain_loop_are_those_of_the_networks(name: str) -> None:
+    """In a reversible sequence they have the gradients of plain autograd, and ``Model.of`` makes blocks of them."""
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    sequence = ReversibleSequence(make().double() for _ in range(3))
+    plain, x = copy.deepcopy(sequence), torch.randn(2, *shape, dtype=torch.float64)
+    torch.manual_seed(1)
+    y = sequence(x[0], x[1])
+    torch.manual_seed(1)
+    seed, streams = int(torch.randint(1 << 62, ())), (x[0], x[1])
+    for i, block in enumerate(plain.blocks):
+        streams = block(*streams, seed=derive_seed(seed, i))
+    for pair in (y, streams):
+        torch.stack(pair).square().sum().backward()
+    for p, q in zip(sequence.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-8)
+    assert {name.partition(".")[0] for name in Model.of("m", {"layers": sequence}).build(0).state_dict()} == {
+        f"layers_{i}" for i in range(3)
+    }
+
+
+def test_the_layers_have_the_parameters_of_their_networks() -> None:
+    blocks = {
+        "layer1_0": (revnet18(width=0.125), RevNetLayer(8)),
+        "layer2_0": (revnet18(width=0.125), RevNetDownsample(8, 16)),
+        "layer1_1": (revnet50(width=0.125), RevNetLayer(32, 8)),
+        "layer0": (revgpt(dim=12, depth=2, heads=2, mlp="swiglu"), RevGPTLayer(12, 2, mlp="swiglu")),
+    }
+    for name, (model, layer) in blocks.items():
+        (block,) = (spec.build() for spec in model.blocks if spec.name == name)
+        layer.load_state_dict(block.state_dict())
+
+
+def test_a_reversible_sequence_becomes_blocks() -> None:
+    layers = [RevNetLayer(4) for _ in range(3)]
+    model = Model.of("m", nn.Sequential(nn.Conv2d(3, 4, 1), ReversibleSequence(layers)))
+    assert [spec.name for spec in model.blocks] == ["0", "1_0", "1_1", "1_2"]
+    built = [spec.build() for spec in model.blocks]
+    assert [isinstance(block, RevNetLayer) for block in built] == [False, True, True, True]
+    hooked = ReversibleSequence([RevNetLayer(4)])
+    hooked.register_forward_hook(lambda *_: None)
+    assert [spec.name for spec in Model.of("m", {"a": hooked}).blocks] == ["a"]
+    with pytest.raises(ModelError, match="blocks of model m: expected names that occur once, got a_0, a_0"):
+        Model.of("m", {"a": ReversibleSequence([RevNetLayer(4)]), "a_0": RevNetLayer(4)})
