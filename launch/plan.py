@@ -234,6 +234,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         f"{model.name}: {len(setup.plan.layout.profiles)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
         f"microbatches of {setup.plan.inputs}, k = {config.k}, {count} of {len(machines.devices)} devices"
         f"{f' in each of {config.dp} replicas, whose all-reduces are not counted' if config.dp > 1 else ''}",
+        _assumptions(options, config),
         "",
     ]
     if rows:
@@ -318,6 +319,13 @@ def _command(settings: Sequence[str], processes: int, per_machine: int) -> str:
     nodes = -(-processes // per_machine)
     variables = f"NNODES={nodes} NODE_RANK=N NPROC_PER_NODE={per_machine} MASTER_ADDR=ADDRESS"
     return f"to train, on machine N = 0 to {nodes - 1}: {variables} {shlex.join(['petra', 'node', *settings])}"
+
+
+def _assumptions(options: argparse.Namespace, config: Config) -> str:
+    """Return what the predictions assume of the machines."""
+    speed = "times of blocks measured here" if options.measure else f"counted FLOPs at {options.teraflops:g} TFLOP/s per device"
+    links = f"links of {options.bandwidth:g} GB/s and {options.latency:g} µs"
+    return f"predicted, not measured: {speed}, {options.machines or config.cluster.machines or links}"
 
 
 def _machines(options: argparse.Namespace, config: Config) -> Machines:

@@ -71,7 +71,7 @@ def report_text(reports: Sequence[Report], links: Links, problems: Sequence[str]
     machines = [(str(r.rank), r.node, r.device, f"{r.memory / 2**30:.1f}", str(r.cores)) for r in reports]
     missing = next((problem for r in reports for problem in r.problems if problem.startswith(NO_GPU)), "")
     text = f"{missing}\n\n" * bool(missing) + f"{', '.join(f'{name} {value}' for name, value in first.versions.items())}\n\n"
-    text += f"{table(('rank', 'node', 'device', 'memory (GiB)', 'cores'), machines)}\n"
+    text += f"{table(('rank', 'node', 'device', 'memory of GPU or node (GiB)', 'cores to use'), machines)}\n"
     text += "".join(f"{name}={value}\n" for name, value in first.environment.items()) + "\n"
     if links:
         size = f"{LARGE_MESSAGE // 2**20} MiB forward (ms)"

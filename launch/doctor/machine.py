@@ -19,7 +19,7 @@ import torch
 from petra.errors import invalid
 
 from ..config.schema import AUTO
-from ..runtime.machine import available_cores, unreachable
+from ..runtime.machine import available_cores, available_memory, unreachable
 from ..runtime.rank import Process
 
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_", "GLOO_", "CUDA_VISIBLE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_")
@@ -37,7 +37,7 @@ class Report:
         rank: Rank of the process.
         node: Rank and name of its machine.
         device: Device of the process.
-        memory: Memory of the device in bytes.
+        memory: Memory of the GPU in bytes, or that which all processes of the node share, up to the limit of its container.
         cores: CPU cores that the process may use, up to the quota of its container.
         versions: Versions of libraries and drivers.
         environment: Environment variables of NCCL, gloo and CUDA.
@@ -63,7 +63,7 @@ def inspect_machine(process: Process, device: torch.device, *, requested: str = 
         requested: ``trainer.device`` in the configuration.
     """
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    memory = properties.total_memory if properties else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = properties.total_memory if properties else available_memory()
     node = os.environ.get("GROUP_RANK", "0")
     problems = [*_gpu_problems(device, requested), *_container_problems(device), *_network_problems(process)]
     if process.local_world * (threads := torch.get_num_threads()) > available_cores():

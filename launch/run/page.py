@@ -12,6 +12,7 @@ from petra.analysis.timeline import read_trace
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
 
+from ..config.schema import Config
 from .folder import CONFIG, epochs_in, gradients_in, summary_in, updates_in
 
 REPORT = "report.html"
@@ -58,10 +59,32 @@ def page_template(name: str) -> Any:
 
 def describe(facts: Row) -> str:
     """Return what a run trains and how, from the facts of summary.json that are known at its start."""
+    limit = facts.get("limit_batches")
+    known = {
+        "training loss": facts.get("trained"),
+        "evaluation": facts.get("evaluated"),
+        "epoch": limit and f"{limit} microbatches",
+    }
+    special = "".join(f"; {name}: {text}" for name, text in known.items() if text not in (None, "", "test"))
     return (
         f"{facts['model']} with {facts['parameters']:,} parameters by {facts['method']} (d = {facts['delay']}, k = {facts['k']}): "
         f"{facts['stages']} stages in {facts['processes']} process(es) on {facts['device']}, transport {facts['transport']}"
+        f"{special}"
     )
+
+
+def trained_text(config: Config) -> str:
+    """Return how the training loss of a run is another function than the loss of its evaluation, or nothing."""
+    smoothing, fraction = config.trainer.label_smoothing, config.trainer.bootstrap
+    notes = [f"label smoothing {smoothing:g}"] * bool(smoothing) + [f"bootstrap {fraction}"] * (fraction is not None)
+    return f"({', '.join(notes)})" if notes else ""
+
+
+def evaluated_text(config: Config, batches: int, available: int) -> str:
+    """Return what a run evaluates: the part of its data, the number of microbatches unless it is all, and averaged weights."""
+    notes = [f"first {batches} of {available} microbatches"] * (batches < available)
+    notes += ["moving average of the weights"] * (config.optim.rules.average is not None)
+    return str(config.data.options.get("split") or "test") + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _panels(folder: Path, rows: Sequence[Row], summary: Row) -> dict[str, list[Panel]]:

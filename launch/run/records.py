@@ -30,7 +30,7 @@ from ..runtime.rank import Process
 from .build import Setup
 from .costs import stage_facts
 from .folder import CHANGES, CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, as_data, updates_in
-from .page import describe, write_report
+from .page import describe, trained_text, write_report
 from .resume import Start
 from .targets import built
 
@@ -46,6 +46,7 @@ class Records:
     Args:
         setup: Configuration and plan.
         start: What the run starts from. If the run resumes, the rows of the epochs already done are written again.
+        evaluated: What the network is evaluated on (:func:`launch.run.page.evaluated_text`).
 
     Attributes:
         folder: Folder of the run.
@@ -57,8 +58,10 @@ class Records:
         DataError: If a file in it cannot be written.
     """
 
-    def __init__(self, setup: Setup, start: Start) -> None:
+    def __init__(self, setup: Setup, start: Start, evaluated: str) -> None:
         self.setup, config, rows = setup, setup.config, start.history
+        self.evaluated = evaluated
+        self._resumed = "" if start.path is None else f" since it was resumed after microbatch {start.clock}"
         path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         # A folder that was deleted while its run wrote checkpoints has no config.yaml.
         resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / CHECKPOINTS)))
@@ -113,7 +116,8 @@ class Records:
         write_report(self.folder, summary)
         write_json(self.folder / SUMMARY, finite(summary))
         metric = next(name for name in RESULTS if f"test_{name}" in summary)
-        print(f"test {means_text({metric: last[f'test_{metric}']})} after {seconds:.0f} s; records in {self.folder}", flush=True)
+        found = means_text({metric: last[f"test_{metric}"]})
+        print(f"{self.evaluated} {found} after {seconds:.0f} s{self._resumed}; records in {self.folder}", flush=True)
 
     def _facts(self) -> dict[str, Any]:
         plan, config = self.setup.plan, self.setup.config
@@ -133,6 +137,9 @@ class Records:
             "precision": config.trainer.precision,
             "k": plan.k,
             "batch_size": config.data.batch_size,
+            "trained": trained_text(config),
+            "evaluated": self.evaluated,
+            "limit_batches": config.trainer.limit_batches,
         }
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from petra.analysis.timeline import write_timeline
@@ -33,6 +34,7 @@ from .build import Setup, set_numerics, set_up
 from .costs import memory_table, stage_map, tune_setup
 from .expected import note
 from .folder import CHECKPOINTS, GRADIENTS, TRUST, as_data, gradients_in, names_foreign_code
+from .page import evaluated_text, trained_text
 from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
 from .text import MOST_PARAMETERS, TextSample
@@ -124,7 +126,8 @@ class TrainingRun:
         masked, own = config.model.options.get("delimiter"), train.delimiter
         require(None in (masked, own) or masked == own, "model.delimiter", f"null or {own}, as in corpus.json", masked)
         with raise_on_all_ranks():
-            self.records = Records(setup, start) if process.first else None
+            tested = limited(test.batches, limit), test.batches
+            self.records = Records(setup, start, evaluated_text(config, *tested)) if process.first else None
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
             print(
@@ -187,7 +190,9 @@ class TrainingRun:
         found: list[Watcher] = [*self.records.loggers]
         if config.trainer.log_every is not None:
             found.append(UpdateMeans(config.trainer.log_every, config.k, pipeline.recipe, self.records.update_loggers))
-        return [*found, Lines(config.trainer.epochs, batches, pipeline.recipe, self.setup.unit, bar=sys.stdout.isatty())]
+        trained, evaluated = trained_text(config), self.records.evaluated
+        lines = partial(Lines, trained=trained, evaluated=evaluated, bar=sys.stdout.isatty())
+        return [*found, lines(config.trainer.epochs, batches, pipeline.recipe, self.setup.unit)]
 
     @contextmanager
     def _diagnostics(self) -> Iterator[None]:

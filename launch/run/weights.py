@@ -25,6 +25,7 @@ from ..config.schema import Config, Section
 from ..runtime.rank import Process
 from .build import Setup, model_of, set_numerics, set_up
 from .folder import CHECKPOINTS, CONFIG, changes_results, differences, load_config, upgraded
+from .page import evaluated_text
 
 AVERAGE = "average"
 """Name under a checkpoint's folder that asks for its moving average instead of its weights. There is no such file."""
@@ -195,9 +196,11 @@ def _evaluate_in_group(setup: Setup, weights: SavedWeights) -> dict[str, Any]:
     pipeline, data = setup.pipeline(), setup.config.data
     with raise_on_all_ranks():
         weights.load_into(pipeline, train.vocabulary)
-    result = pipeline.evaluate(test, limited(test.batches, setup.config.trainer.limit_batches))
+    batches = limited(test.batches, setup.config.trainer.limit_batches)
+    result = pipeline.evaluate(test, batches)
     values = means(result, setup.unit, test.bytes_per_target)
-    numbers = {"weights": str(weights.path), setup.unit: result.targets, **finite(values)}
+    numbers: dict[str, Any] = {"weights": str(weights.path), "evaluated": evaluated_text(setup.config, batches, test.batches)}
+    numbers |= {setup.unit: result.targets, **finite(values)}
     if "miou" in result.counts:
         shares = ConfusionMatrix(data.classes).per_class(result.counts["miou"])
         numbers["iou"] = finite(dict(zip(class_names(data.name, len(shares)), shares, strict=True)))

@@ -28,28 +28,43 @@ def available_cores() -> int:
     return min([len(os.sched_getaffinity(0)), *(max(1, int(quota)) for quota in _quotas())])
 
 
+def available_memory() -> int:
+    """Return the memory of the machine in bytes, up to the limit of this process's control groups."""
+    limits = [int(text) for text in _settings("memory", "memory.limit_in_bytes", "memory.max") if text.isdecimal()]
+    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *limits])
+
+
 def _quotas() -> Iterator[float]:
-    """Yield the quotas of CPU time of this process's control groups and those around them, in cores (cgroup v1 and v2).
+    """Yield the quotas of CPU time of this process's control groups in cores."""
+    quotas, periods = (_settings("cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    pairs = [*zip(quotas, periods, strict=False), *(text.split() for text in _settings("cpu", None, "cpu.max"))]
+    with suppress(ValueError):
+        yield from (float(quota) / float(period) for quota, period in pairs if quota not in ("max", "-1"))
+
+
+def _settings(controller: str, first: str | None, second: str | None = None) -> Iterator[str]:
+    """Yield the contents of a file of this process's control groups and those around them.
 
     Inside a container, the path of a group may be that of the host, while the mounted folder is that of the container.
+
+    Args:
+        controller: Name of the controller.
+        first, second: Name of the file in cgroup v1, and in v2; None for none.
     """
-    with suppress(OSError, ValueError):
-        for line in CGROUPS.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            own = Path(path.lstrip("/"))
-            mounts = ("cpu", controllers) if controllers else ("", "unified")
-            for folder in chain.from_iterable(
-                (MOUNT / mount / own, *(MOUNT / mount / up for up in own.parents)) for mount in mounts
-            ):
-                with suppress(OSError, ValueError):  # no such file, or "max"
-                    if controllers:
-                        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-                    else:
-                        quota, period = (folder / "cpu.max").read_text().split()
-                    if float(quota) > 0:
-                        yield float(quota) / float(period)
+    try:
+        lines = CGROUPS.read_text().splitlines()
+    except OSError:  # another system
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        name = first if controllers else second
+        if name is None or (controllers and controller not in controllers.split(",")):
+            continue
+        own = Path(path.lstrip("/"))
+        mounts = (controller, controllers) if controllers else ("", "unified")
+        for folder in chain.from_iterable((MOUNT / mount / own, *(MOUNT / mount / up for up in own.parents)) for mount in mounts):
+            with suppress(OSError):  # no such file
+                yield (folder / name).read_text().strip()
 
 
 def limit_threads() -> None:

@@ -74,7 +74,7 @@ def further(several: int, tiny: bool, small: dict[str, Any], common: dict[str, A
 
 
 def judge(trial: Trial, found: dict[str, Any], others: Mapping[str, dict[str, Any]]) -> str:
-    """Return the result of a part: ``passed``, or why its findings are a failure.
+    """Return the result of a part: ``passed``, ``passed, but`` with what was not compared, or why its findings are a failure.
 
     Args:
         others: Findings of all parts by name.
@@ -90,5 +90,8 @@ def judge(trial: Trial, found: dict[str, Any], others: Mapping[str, dict[str, An
         return "failed: " + ("messages are wrong without petra" if trial.part == "exchange" else "weights differ")
     if (size := found.get("message_bytes", 0)) < (least := options.get("least_bytes", 0)):
         return f"failed: messages have {size / 1e6:.1f} MB, fewer than {least / 1e6:.0f}"
-    same = found.get("digest") == others.get(options.get("same_as", ""), found).get("digest")
-    return "passed" if same else f"failed: weights differ from those of {options['same_as']}"
+    other = options.get("same_as")
+    if other is not None and other not in others:
+        return f"passed, but {other} did not run to compare with"
+    same = other is None or found.get("digest") == others[other].get("digest")
+    return "passed" if same else f"failed: weights differ from those of {other}"

@@ -51,9 +51,15 @@ def release_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes: allocated CUDA tensors on a GPU, resident set size on a CPU."""
+    """Return the peak memory of this process in bytes: allocated CUDA tensors on a GPU, resident set size on a CPU.
+
+    On Linux, ``ru_maxrss`` is at least the peak of the process that started this one.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

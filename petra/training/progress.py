@@ -21,13 +21,26 @@ class Lines(Watcher):
         microbatches: Number of microbatches in an epoch.
         recipe: Training settings of the pipeline.
         unit: What a target is counted as: ``images``, ``tokens`` or ``pixels``.
+        trained: How the training loss is another function than the one of the evaluation, or nothing.
+        evaluated: What the network is evaluated on after an epoch.
         bar: Show the current epoch as a bar, on a terminal.
 
     Attributes:
         seconds: Time between two updates of the display. Reading a report synchronizes with the device, so not all are read.
     """
 
-    def __init__(self, epochs: int, microbatches: int, recipe: Recipe, unit: str = "images", *, bar: bool = False) -> None:
+    def __init__(
+        self,
+        epochs: int,
+        microbatches: int,
+        recipe: Recipe,
+        unit: str = "images",
+        *,
+        trained: str = "",
+        evaluated: str = "test",
+        bar: bool = False,
+    ) -> None:
+        self._prefix, self._evaluated = f"{trained} " if trained else "", evaluated
         self.epochs, self.microbatches, self.unit, self.bar, self.seconds = epochs, microbatches, unit, bar, 0.5 if bar else 30.0
         self._bar: tqdm[None] | None = None
         self._means, self._learning_rate = Means(recipe), recipe.learning_rate or (lambda t: 0.0)
@@ -54,7 +67,7 @@ class Lines(Watcher):
             self._next = now + self.seconds
             targets, means = self._means.values()
             speed, rate = targets / (now - self._started), self._learning_rate(self._start + self.done)
-            text = f"{means_text(means)}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}"
+            text = f"{self._prefix}{means_text(means)}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}"
             if self._bar is not None:
                 self._bar.n = self.done
                 self._bar.set_postfix_str(text)
@@ -69,7 +82,8 @@ class Lines(Watcher):
             for part in ("train_", "test_")
         )
         speed = f"{row[f'{self.unit}_per_second']:.0f} {self.unit}/s, learning rate {row['learning_rate']:.4g}"
-        print(f"epoch {row['epoch']}/{self.epochs}: {train}; test {test}; {speed}, {row['seconds']:.1f} s", flush=True)
+        results = f"{self._prefix}{train}; {self._evaluated} {test}"
+        print(f"epoch {row['epoch']}/{self.epochs}: {results}; {speed}, {row['seconds']:.1f} s", flush=True)
         if "sample" in row:
             print(f"  sample: {row['sample']!r}", flush=True)
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -32,11 +33,13 @@ the epoch, and ``stage/<j>/<name>`` are metrics of stages (:meth:`petra.Pipeline
 
 
 def means(result: Result, unit: str, bytes_per_target: float | None = None) -> dict[str, float]:
-    """Return loss and metrics by name.
+    """Return loss and metrics by name: NaN if no target counts.
 
     For tokens, add the perplexity, the exponential of the loss. If the bytes of text per token are known, add the bits per byte,
     which are comparable between vocabularies.
     """
+    if not result.targets:
+        result = replace(result, loss=math.nan, metrics=dict.fromkeys(result.metrics, math.nan))
     text = {"perplexity": math.exp(min(result.loss, 700.0))} if unit == "tokens" else {}
     if bytes_per_target is not None:
         text["bits_per_byte"] = result.loss / math.log(2) / bytes_per_target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -84,9 +85,10 @@ class Means:
         self._sum = totals
 
     def values(self) -> tuple[float, dict[str, float]]:
-        """Return the number of targets, and loss and metrics by name."""
+        """Return the number of targets, and loss and metrics by name: NaN if no target counts."""
         found = Result.of(self.totals, self._metrics)
-        return found.targets, {"loss": found.loss, **found.metrics}
+        values = {"loss": found.loss, **found.metrics}
+        return found.targets, values if found.targets else dict.fromkeys(values, nan)
 
 
 class UpdateMeans(Watcher):

@@ -53,7 +53,7 @@ def test_loss_is_also_in_bits_per_byte(trained: Path, capsys: pytest.CaptureFixt
     evaluate.main([f"{trained}/run"])
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(row["test_bits_per_byte"])
     assert f"{row['test_bits_per_byte']:.4f}" in (trained / "run" / "report.html").read_text()
-    assert (trained / "output.txt").read_text().splitlines()[-1].startswith(f"test perplexity {row['test_perplexity']:.3f} after ")
+    assert (trained / "output.txt").read_text().splitlines()[-1].startswith(f"val perplexity {row['test_perplexity']:.3f} after ")
 
 
 def test_greedy_text_is_that_of_the_exported_network(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,18 @@ def test_the_quota_of_a_container_counts(
     assert threads == ([cores] if cores < 8 else [])
 
 
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"/proc/self/cgroup": V2, "/sys/fs/cgroup/user.slice/memory.max": "1073741824\n", "/sys/fs/cgroup/memory.max": "max\n"},
+        {"/proc/self/cgroup": "4:memory:/docker/abc\n", "/sys/fs/cgroup/memory/memory.limit_in_bytes": "1073741824\n"},
+    ],
+)
+def test_the_memory_of_a_container_counts(files: dict[str, str], groups: Callable[[dict[str, str]], None]) -> None:
+    groups(files)
+    assert inspect_machine(ALONE, CPU).memory == 2**30
+
+
 def unknown(*arguments: object) -> list[object]:
     raise socket.gaierror(-2, "Name or service not known")
 
