@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from launch.config.compose import CONF, configurations, targets
+from launch.config.catalogue import CONF, configurations, targets
 from launch.config.keys import Key, definition, is_shipped
 from launch.config.schema import GROUPS, Config, keys
 from launch.run.folder import changes_results

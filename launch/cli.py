@@ -17,7 +17,7 @@ from pathlib import Path
 
 from petra.errors import accepted, invalid, require
 
-from .runtime.rank import integer
+from .runtime.rank import integer, require_one_task
 from .runtime.terminal import command
 
 IN_SEVERAL_PROCESSES = ("train", "resume", "evaluate", "doctor")
@@ -54,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if processes is None:
             start(name, f"petra {name}", others)
         else:
+            require_one_task()
             require(name in IN_SEVERAL_PROCESSES, "--nproc", f"one of the commands {', '.join(IN_SEVERAL_PROCESSES)}", name)
             from .runtime.agent import ONE_MACHINE, run_agent
 
@@ -89,7 +90,7 @@ def complete(words: list[str]) -> None:
             start(before[1], f"petra {before[1]}", ["--help"])
         print(*sorted(flag for flag in {*re.findall("--[a-z-]+", text.getvalue())} if flag.startswith(last)))
     elif before[1] in CONFIGURED:
-        from .config.compose import all_keys, configurations
+        from .config.catalogue import all_keys, configurations
 
         known, (name, equals, value) = all_keys(), last.partition("=")
         names = accepted(known[name].hint) if name in known else configurations(name) if name.isidentifier() else ()

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omegaconf import OmegaConf
-from yaml import YAMLError
-
-from petra.errors import invalid, require
+from petra.errors import require
 
 from .config.schema import GROUPS, Config
+from .config.words import read_overrides
 from .run.folder import TRUST, read_config
 from .runtime.agent import this_process
 from .runtime.rank import Process
-from .runtime.terminal import command, parser_for
+from .runtime.terminal import command, parser_for, path_argument
 
 if TYPE_CHECKING:
     from .run.weights import SavedWeights
@@ -55,10 +52,10 @@ def run_parser(text: str | None, words: str = "key=value", *, weights: bool = Tr
         weights: Whether the command has a flag for other weights than the newest.
     """
     parser = parser_for(text, "key=value is a key of the run's configuration, such as data.root or trainer.device.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, which may still be training")
+    parser.add_argument("run", type=path_argument, metavar="RUN", help="folder of a run, which may still be training")
     parser.add_argument("words", nargs="*", metavar=words).required = False
     if weights:
-        parser.add_argument("--weights", type=Path, metavar="FILE", help=WEIGHTS)
+        parser.add_argument("--weights", type=path_argument, metavar="FILE", help=WEIGHTS)
     parser.add_argument(TRUST, action="store_true", help="import code outside of petra that the run's configuration names")
     return parser
 
@@ -86,15 +83,10 @@ def run_config(options: argparse.Namespace, changes: list[str]) -> Config:
     """
     folder = options.run
     require("=" not in str(folder) or folder.is_dir(), "command line", "the folder of a run first (petra COMMAND RUN)", folder)
-    path = folder / "config.yaml"
-    require(path.is_file(), "command line", "the folder of a run", f"{folder} without a config.yaml")
-    overrides = OmegaConf.create()
+    file = folder / "config.yaml"
+    require(file.is_file(), "command line", "the folder of a run", f"{folder} without a config.yaml")
     for word in changes:
-        name, equals, value = word.partition("=")
-        require(bool(equals), "command line", "key=value", word)
+        name, _, value = word.partition("=")
         require(name not in GROUPS, name, f"single keys of the run's configuration ({name}.KEY=VALUE)", value)
-        try:
-            overrides.merge_with_dotlist([word])
-        except YAMLError as error:
-            raise invalid(name, "a value in YAML; quote one that begins with a special character", value) from error
-    return read_config(path, overrides, trusted=options.trust)
+    overrides = read_overrides(changes)
+    return read_config(file, overrides, trusted=options.trust)

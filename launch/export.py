@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from petra.errors import require
 
 from .evaluate import read_run, run_parser
 from .runtime.agent import this_process
-from .runtime.terminal import command
+from .runtime.terminal import command, path_argument
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Write the checkpoint, in one process."""
     parser = run_parser(__doc__)
-    parser.add_argument("--huggingface", type=Path, required=True, metavar="FOLDER", help="folder of the checkpoint, new or empty")
+    parser.add_argument(
+        "--huggingface", type=path_argument, required=True, metavar="FOLDER", help="folder of the checkpoint, new or empty"
+    )
     options = parser.parse_intermixed_args(arguments)
     with this_process() as process:
         weights, config = read_run(options, options.words, process)

@@ -12,7 +12,7 @@ from petra.models.generation import Sampling, find_stem, generate
 from .evaluate import read_run, run_parser
 from .run.text import vocabulary
 from .runtime.agent import this_process
-from .runtime.terminal import command
+from .runtime.terminal import command, path_argument
 
 
 @command
@@ -25,7 +25,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--top-k", type=int, help="draw among this number of most probable tokens")
     parser.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest with this sum of probabilities (1.0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
-    parser.add_argument("--vocabulary", help="tokenizer.json of the tokens (the one in data.root; bytes for data=text)")
+    parser.add_argument(
+        "--vocabulary", type=path_argument, help="tokenizer.json of the tokens (the one in data.root; bytes for data=text)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
     options = parser.parse_intermixed_args(arguments)
     require(options.tokens >= 1, "--tokens", "an integer >= 1", options.tokens)

@@ -62,6 +62,8 @@ def flags(environment: Mapping[str, str]) -> list[str]:
     least, _, most = value.partition(":")
     require(most in ("", least), name, "one number, since the number of stages is fixed", value)
     nodes = integer(name, least, 1)
+    local = environment.get("SLURM_LOCALID", "0")
+    require(local in ("0", ""), "SLURM_LOCALID", "0: one petra node on each machine (srun --ntasks-per-node 1)", local)
 
     def of_node(*names: str) -> tuple[str, str]:
         name, value = _first(environment, *names, default="0" if nodes == 1 else "")

@@ -38,7 +38,7 @@ from .run.costs import MEMORY_PARTS, block_memories, show_progress, stage_memori
 from .run.expected import PAGE, TASKS, Expected, expected, in_range, setting_of, shown
 from .run.targets import optimizer_factory
 from .runtime.rank import Process
-from .runtime.terminal import command, parser_for, table
+from .runtime.terminal import command, parser_for, path_argument, table
 
 HEADER = ("method", "d", "samples/s", "bubble", "staleness", "loss above exact", "GB per device", "MB per microbatch", "link use")
 EXACT_ENOUGH = 0.95
@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--bandwidth", type=float, default=10.0, help="bandwidth of a link in GB/s (default: 10)")
     parser.add_argument("--latency", type=float, default=10.0, help="latency of a link in microseconds (default: 10)")
     parser.add_argument("--per-machine", type=int, default=8, help="devices of a machine, for the command to train (default: 8)")
-    parser.add_argument("--machines", help="file of devices and links instead, as for cluster.machines")
+    parser.add_argument("--machines", type=path_argument, help="file of devices and links instead, as for cluster.machines")
     parser.add_argument("--measure", action="store_true", help="measure the blocks on this machine instead of counting FLOPs")
     options, overrides = parser.parse_known_args(arguments)
     text, recommended = report(compose_overrides(overrides), options, overrides)

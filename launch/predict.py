@@ -6,26 +6,26 @@ most probable class, and its probability. A class has a number, and a name if th
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from petra.data import Preparation
 from petra.errors import ModelError, PetraError, invalid, require
 
+from .config.schema import GROUPS, keys
 from .evaluate import read_run, run_parser
 from .runtime.agent import this_process
-from .runtime.terminal import command
+from .runtime.terminal import command, path_argument
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print a prediction for each image."""
     options = run_parser(__doc__, "IMAGE or key=value").parse_intermixed_args(arguments)
-    images = [Path(word) for word in options.words if "=" not in word]
+    changes = [word for word in options.words if _is_override(word)]
+    images = [path_argument(word) for word in options.words if word not in changes]
     require(len(images) > 0, "command line", "JPEG or PNG files", "none")
     with this_process() as process:
-        weights, config = read_run(options, [word for word in options.words if "=" in word], process)
+        weights, config = read_run(options, changes, process)
         if (preparation := weights.facts.get("preparation")) is None:
             raise invalid(str(weights.path), "weights of a run on images, with their normalisation", "none", PetraError)
         prepare, size = Preparation.from_dict(preparation), config.data.size
@@ -39,3 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
             label = int(probabilities.argmax())
             named = f"class {label} ({prepare.classes[label]})" if prepare.classes else f"class {label}"
             print(f"{path}: {named}, {float(probabilities[label]):.1%}", flush=True)
+
+
+def _is_override(word: str) -> bool:
+    """Return whether a word sets a key, rather than being a path that contains an equals sign."""
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.partition(".")[0] in (*keys(), *GROUPS) and not path_argument(word).exists()

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from petra.errors import require
 
-from .config.compose import keys_of
+from .config.compose import Job
 from .config.schema import Config
+from .config.words import keys_of
 from .evaluate import run_config, run_parser
 from .run.folder import CHECKPOINTS, changes_results
 from .runtime.terminal import command
@@ -20,7 +21,7 @@ from .train import train_or_start
 @command
 def main() -> None:
     """Train in this process, one of those that torchrun has started, or start the processes that do."""
-    train_or_start("resume", read)
+    train_or_start("resume", lambda: [Job(config, ()) for config in read()])
 
 
 def read() -> list[Config]:

@@ -25,7 +25,7 @@ from petra.data.tokenizer import (
 )
 from petra.data.tokens import PARTS
 
-from .runtime.terminal import command, parser_for
+from .runtime.terminal import command, parser_for, path_argument
 
 
 @command
@@ -33,9 +33,9 @@ def main(arguments: list[str] | None = None) -> None:
     """Tokenize text files, and print the size of the corpus."""
     parser = parser_for(__doc__)
     parser.add_argument(
-        "files", nargs="+", type=Path, help="text files: one document each, or one per line of JSON objects (key text)"
+        "files", nargs="+", type=path_argument, help="text files: one document each, or one per line of JSON objects (key text)"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the token files")
+    parser.add_argument("--out", type=path_argument, required=True, help="folder for the token files")
     parser.add_argument("--vocabulary", default="4096", help="tokens of a new vocabulary, or the file or folder of one (4096)")
     parser.add_argument("--separator", help=r"text between the documents of a file; \n and \t are understood")
     parser.add_argument("--validation", nargs="+", default=["0.05"], help="files, or the fraction of the text for it (0.05)")
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
     separator = None if options.separator is None else options.separator.replace(r"\n", "\n").replace(r"\t", "\t")
     chosen = {part: words for part in OPTIONS if (words := getattr(options, OPTIONS[part].removeprefix("--"))) is not None}
     fractions = {part: fraction for part, words in chosen.items() if (fraction := _fraction(words)) is not None}
-    files = {part: [Path(word) for word in words] for part, words in chosen.items() if part not in fractions}
+    files = {part: [path_argument(word) for word in words] for part, words in chosen.items() if part not in fractions}
 
     def progress(text: str, paths: list[Path]) -> tqdm[None]:
         size = sum(path.stat().st_size for path in paths if path.exists())
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> None:
         with progress("vocabulary", options.files) as bar:
             vocabulary = train_vocabulary(documents(options.files, separator, bar.update), int(options.vocabulary))
     else:
-        vocabulary = load_vocabulary(Path(options.vocabulary))
+        vocabulary = load_vocabulary(path_argument(options.vocabulary))
     with progress("tokens", sum(files.values(), options.files)) as bar:
         pieces = (piece for text in documents(options.files, separator, bar.update) for piece in division.pieces(text))
         others = ((part, text) for part, paths in files.items() for text in documents(paths, separator, bar.update))

@@ -6,10 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from .cli import take_processes
-from .config.compose import command_line_configs
-from .config.schema import Config
+from .config.compose import Job, command_line_jobs
 from .runtime import agent
-from .runtime.rank import Process
+from .runtime.rank import Process, require_one_task
 from .runtime.reporting import only_first_prints
 from .runtime.terminal import command
 
@@ -17,10 +16,10 @@ from .runtime.terminal import command
 @command
 def main() -> None:
     """Run each configuration on the command line, which Hydra parses, or start the processes that do."""
-    train_or_start("train", lambda: command_line_configs(required=True))
+    train_or_start("train", lambda: command_line_jobs(required=True))
 
 
-def train_or_start(name: str, read: Callable[[], list[Config]]) -> None:
+def train_or_start(name: str, read: Callable[[], list[Job]]) -> None:
     """Train in this process, or check the configurations and start the processes that train if the command line has ``--nproc``.
 
     Torch is imported as late as possible: an invalid value is reported before, and Ctrl-C works meanwhile.
@@ -36,37 +35,43 @@ def train_or_start(name: str, read: Callable[[], list[Config]]) -> None:
     if processes is None:
         with agent.this_process() as process:
             with only_first_prints(process):
-                configs = read()
-            if configs:
+                jobs = read()
+            if jobs:
                 import torch
 
                 torch.set_num_interop_threads(1)
-                train(configs, process)
+                train(jobs, process)
         return
     agent.stop_before_start()
-    overrides, configs, first = sys.argv[1:], read(), Process(0, processes, 0, processes)
-    if all(config.dry_run for config in configs):  # which the first process does alone
-        train(configs, first)
+    require_one_task()
+    overrides, jobs, first = sys.argv[1:], read(), Process(0, processes, 0, processes)
+    if all(job.config.dry_run for job in jobs):  # which the first process does alone
+        train(jobs, first)
         return
     from .run.build import set_up
 
-    for config in configs:
-        set_up(config, first)
-    if configs[0].cluster.elastic:
+    for job in jobs:
+        set_up(job.config, first)
+    if jobs[0].config.cluster.elastic:
         from .elastic.processes import run_replicas
 
-        run_replicas(processes, configs[0].dp, name, overrides)
+        run_replicas(processes, jobs[0].config.dp, name, overrides)
     agent.run_agent([*agent.ONE_MACHINE, "--nproc-per-node", str(processes)], name, overrides)
 
 
-def train(configs: Sequence[Config], process: Process) -> None:
-    """Train each configuration in this process of its run."""
-    for config in configs:
-        if config.cluster.elastic and not config.dry_run:
+def train(jobs: Sequence[Job], process: Process) -> None:
+    """Train each configuration in this process of its run, then print a table of the runs of a sweep."""
+    folders = []
+    for job in jobs:
+        if job.config.cluster.elastic and not job.config.dry_run:
             from .elastic.run import run
         else:
             from .run.training import run
-        run(config, process)
+        folders.append(run(job.config, process, job.swept))
+    if len(found := [folder for folder in folders if folder is not None]) > 1:
+        from .compare import comparison
+
+        print(comparison(found), end="", flush=True)
 
 
 if __name__ == "__main__":

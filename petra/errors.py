@@ -12,6 +12,8 @@ from itertools import chain
 from math import isfinite
 from numbers import Integral, Real
 from operator import ge, gt, le, lt
+from os.path import expanduser
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -89,6 +91,21 @@ def require(condition: bool, name: str, expected: str, got: object, kind: type[P
     """Raise the error of :func:`invalid` unless ``condition`` is true."""
     if not condition:
         raise invalid(name, expected, got, kind)
+
+
+def user_path(name: str, path: str | Path) -> Path:
+    """Return a path, with the home folder for ``~`` or ``~user`` at its beginning.
+
+    Args:
+        name: The key, argument or variable, for the message.
+
+    Raises:
+        ConfigError: If the home folder is unknown.
+    """
+    found = expanduser(path)
+    expected = "a path without ~, since the home folder is unknown (./~ is a folder of this name)"
+    require(not found.startswith("~"), name, expected, path)
+    return Path(found)
 
 
 def alternatives(values: Iterable[str]) -> str:

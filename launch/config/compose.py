@@ -10,16 +10,13 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from difflib import get_close_matches
-from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import hydra
-import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
@@ -28,11 +25,22 @@ from petra.errors import ConfigError, PetraError, accepts, alternatives, first_l
 from petra.method import METHODS
 from petra.update_rules import UpdateRules
 
-from .keys import Key, definition, is_shipped
-from .schema import GROUPS, METHOD, RENAMED, SECTIONS, Config, keys
+from .catalogue import CONF, all_keys, configurations, targets
+from .keys import definition, is_shipped
+from .schema import GROUPS, RENAMED, SECTIONS, Config, keys
+from .words import SWEPT, as_typed, check_hydra, check_words, keys_of, unparsed
 
-CONF = str(Path(__file__).parents[2] / "conf")
-"""Folder of the configuration files."""
+
+class Job(NamedTuple):
+    """A configuration on the command line.
+
+    Attributes:
+        config: The configuration.
+        swept: The overrides in which it differs from others of a sweep; none without a sweep.
+    """
+
+    config: Config
+    swept: tuple[str, ...]
 
 
 def register() -> None:
@@ -50,30 +58,54 @@ def register() -> None:
         store.store(name, configurations("method")[name][1], "method", "method")
 
 
-def command_line_configs(*, required: bool = False) -> list[Config]:
+def command_line_jobs(*, required: bool = False) -> list[Job]:
     """Return the configurations on the command line: one, several with ``--multirun``, none with ``--help`` or ``--cfg``.
 
     Args:
         required: Refuse an empty command line: the defaults are a run of hours, which nobody starts by accident.
 
     Raises:
-        ConfigError: If there are no arguments, or an override can't be parsed or doesn't fit the schema.
+        ConfigError: If there are no arguments, an override can't be parsed or doesn't fit the schema, or two runs share a folder.
     """
     expected = "arguments such as experiment=demo (about two minutes), or trainer.epochs=300 for the defaults; --help lists all"
     require(not required or len(sys.argv) > 1, "command line", expected, "none")
     # Hydra's parser accepts its options only before or after all overrides.
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))
+    words = sorted(sys.argv[1:], key=lambda word: word.startswith("-") or not ("=" in word or word.startswith("~")))
+    check_words(words)
+    sys.argv[1:] = words = as_typed(words)
     register()
-    configs: list[DictConfig] = []
+    composed = list[tuple[Any, list[str]]]()
+
+    def add(config: DictConfig) -> None:
+        try:  # of Hydra's keys and resolvers, which end with this function
+            check_hydra()
+            plain: Any = OmegaConf.to_container(config, resolve=True)
+        except Exception as error:  # Hydra would print the overrides, too
+            plain = error
+        words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)  # unresolved
+        composed.append((plain, words))
+
     # Without HYDRA_FULL_ERROR, Hydra prints its errors itself, in several lines.
-    with patch.dict(os.environ, HYDRA_FULL_ERROR="1"), hydra_errors(sys.argv[1:]):
-        hydra.main(version_base="1.3", config_path=CONF, config_name="config")(configs.append)()
-        return [to_config(config, keys_of(sys.argv[1:])) for config in configs]
+    with patch.dict(os.environ, HYDRA_FULL_ERROR="1"), hydra_errors(words):
+        hydra.main(version_base="1.3", config_path=CONF, config_name="config")(add)()
+        for plain, _ in composed:
+            if isinstance(plain, Exception):
+                raise plain
+        shared = set.intersection(*(set(own) for _, own in composed)) if len(composed) > 1 else None
+        jobs = [
+            Job(to_config(plain, keys_of(words)), () if shared is None else tuple(word for word in own if word not in shared))
+            for plain, own in composed
+        ]
+    folders = [job.config.run_dir for job in jobs if job.config.run_dir is not None]
+    for folder in folders:
+        once = folders.count(folder) == 1
+        require(once, "run_dir", f"another folder for each run of a sweep, {SWEPT}", folder)
+    return jobs
 
 
-def keys_of(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that overrides set."""
-    return {override.lstrip("+~").partition("=")[0] for override in overrides}
+def command_line_configs() -> list[Config]:
+    """Return the configurations of :func:`command_line_jobs`."""
+    return [job.config for job in command_line_jobs()]
 
 
 def compose_overrides(overrides: Sequence[str]) -> Config:
@@ -82,9 +114,11 @@ def compose_overrides(overrides: Sequence[str]) -> Config:
     Raises:
         ConfigError: If an override can't be parsed or doesn't fit the schema.
     """
+    check_words(overrides)
+    words = as_typed(overrides)
     register()
-    with hydra_errors(overrides), hydra.initialize_config_dir(CONF, version_base="1.3"):
-        return to_config(hydra.compose("config", list(overrides)), keys_of(overrides))
+    with hydra_errors(words), hydra.initialize_config_dir(CONF, version_base="1.3"):
+        return to_config(hydra.compose("config", words), keys_of(words))
 
 
 @contextmanager
@@ -101,11 +135,16 @@ def hydra_errors(overrides: Sequence[str] = ()) -> Iterator[None]:
 def config_error(error: Exception, overrides: Sequence[str]) -> PetraError:
     """Return a one-line error for an error of Hydra or OmegaConf, which may name no key."""
     if isinstance(error, OverrideParseException):
-        return _unparsed(error)
+        return _unparsed(error.override, error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, name = error.missing_cfg_file.partition("/")  # the files of a group may be in subfolders
         own = [f"one of your own ({group}._target_=module.function)"] if group in SECTIONS else []
-        return invalid(group, alternatives([*near_first(name, list(configurations(group))), *own]), name)
+        known = list(configurations(group))
+        if near := get_close_matches(name, known, 1, 0.6):
+            return invalid(
+                group, alternatives([near[0], f"another name ({', '.join(known[:3])}, ...; --help lists all)", *own]), name
+            )
+        return invalid(group, alternatives([*known, *own]), name)
     for found in (error, error.__cause__, error.__context__):
         if isinstance(found, ConfigKeyError | ConfigAttributeError) and found.full_key:
             return unknown(str(found.full_key))
@@ -117,37 +156,16 @@ def config_error(error: Exception, overrides: Sequence[str]) -> PetraError:
     return ConfigError(f"{key}: {line}")
 
 
-def _unparsed(error: OverrideParseException) -> PetraError:
-    """Return the error for an override that Hydra can't parse, with a quoted value if that is what is missing."""
-    key, equals, value = error.override.partition("=")
-    if equals and re.fullmatch(r"[+~]*[\w./@]+", key) and value and not set(value) & set("[]{}'\"$"):
-        return invalid(key, f"a value in Hydra's syntax; quote it twice in the shell: \"{key}='{value}'\"", value)
-    reason = next(line for line in str(error).splitlines() if not line.startswith("Error parsing"))
-    return invalid("command line", "an override in Hydra's syntax", " ".join(f"{error.override} ({reason})".split()))
+def _unparsed(word: str, error: Exception) -> PetraError:
+    """Return the error for an override that Hydra can't parse: the group of a name alone, or :func:`unparsed`."""
+    groups = [*SECTIONS, "experiment"] if re.fullmatch(r"[\w/]+", word) else []
+    for group in groups:
+        if word in configurations(group):
+            return invalid("command line", f"{group}={word}", word)
+    return unparsed(word, error)
 
 
-@cache
-def configurations(group: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return the configurations of a group by name: the line that describes each, and its content, as a file contains it."""
-    found = dict[str, tuple[str, dict[str, Any]]]()
-    for name, method in METHODS.items() if group == "method" else ():
-        node = {key: str(value) if isinstance(value, str) else value for key, value in asdict(method).items()}
-        own = {key: value for key, value in node.items() if key in ("delay", "keep") or value not in (False, None, name, "current")}
-        found[name] = ", ".join(f"{key} {str(value).lower()}" for key, value in own.items()), {"_target_": METHOD, **node}
-    for path in Path(CONF, group).rglob("*.yaml"):
-        text = path.read_text(encoding="utf-8")
-        about = next((line[2:] for line in text.splitlines() if line.startswith("# ") and "@package" not in line), "")
-        found[str(path.relative_to(Path(CONF, group)).with_suffix(""))] = about, yaml.safe_load(text) or {}
-    return dict(sorted(found.items()))
-
-
-@cache
-def targets(group: str) -> tuple[str, ...]:
-    """Return the names of the functions and classes in petra that the configurations of a group name as ``_target_``."""
-    return tuple(dict.fromkeys(node["_target_"] for _, node in configurations(group).values() if "_target_" in node))
-
-
-def to_config(composed: DictConfig, given: Collection[str] | None = None) -> Config:
+def to_config(composed: DictConfig | dict[str, Any], given: Collection[str] | None = None) -> Config:
     """Convert a composed configuration to an object of the schema with all defaults, and check the value of each key.
 
     A key that is null has its default if it can't be null. A key of an experiment is left out if the command line names another
@@ -160,7 +178,7 @@ def to_config(composed: DictConfig, given: Collection[str] | None = None) -> Con
     Raises:
         ConfigError: If a key is unknown, has no value, or a value that is not accepted.
     """
-    plain: Any = OmegaConf.to_container(composed, resolve=True)
+    plain: Any = composed if isinstance(composed, dict) else OmegaConf.to_container(composed, resolve=True)
     for name in plain:
         if name not in (*keys(), *GROUPS):
             raise unknown(name)
@@ -214,7 +232,9 @@ def _existing(group: str, target: Any) -> str:
 
 def no_parameter(key: str, value: object, target: str, parameters: Collection[str]) -> PetraError:
     """Return the error for a key that is no parameter of a target."""
-    short = target.rpartition(".")[2] if is_shipped(target) else target
+    short, (group, _, name) = target.rpartition(".")[2] if is_shipped(target) else target, key.partition(".")
+    if key not in all_keys() and (near := get_close_matches(name, parameters, 1, 0.7)):
+        return ConfigError(f"{key}: no such key; did you mean {group}.{near[0]}?")
     return invalid(key, f"null for {short}, which has the options {', '.join(parameters) or 'none'}", value)
 
 
@@ -235,13 +255,3 @@ def near_first(name: str, known: Sequence[str]) -> list[str]:
     """Return the known names with the one nearest to ``name`` first."""
     near = get_close_matches(name, known, 1, 0.6)
     return [*near, *(other for other in known if other not in near)]
-
-
-@cache
-def all_keys() -> dict[str, Key]:
-    """Return the keys of all configurations by their full names: of the schema, and of all targets of petra."""
-    found = dict(keys())
-    for group in GROUPS:
-        for target in targets(group) or ("",):
-            found = {**{f"{group}.{name}": key for name, key in keys(group, target).items()}, **found}
-    return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 from dataclasses import MISSING, dataclass, fields
+from datetime import date
 from functools import cache
 from importlib import import_module
 from inspect import Parameter
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import petra
-from petra.errors import accepted, accepts, alternatives, invalid
+from petra.errors import accepted, accepts, alternatives, invalid, user_path
 
 SAME_RESULTS = "same results"
 """Mark of a key or a group that a resumed run may change: it changes no result except by rounding, or is made to be changed, as are
@@ -24,6 +25,8 @@ the partition (delays), ``dp`` (statistics of shares) and ``checkpoint.every`` (
 
 A key without this mark changes results: ``Annotated[int, "same results"]``. Paths have it; the length of a run doesn't count.
 """
+PATH = "path"
+"""Mark of a key whose text is a path, in which ``~`` is the home folder."""
 
 
 @dataclass
@@ -41,7 +44,20 @@ class Key:
     @property
     def same_results(self) -> bool:
         """Whether a resumed run may change it."""
-        return any(SAME_RESULTS in getattr(hint, "__metadata__", ()) for hint in (self.hint, *get_args(self.hint)))
+        return self._marked(SAME_RESULTS)
+
+    def _marked(self, mark: str) -> bool:
+        return any(mark in getattr(hint, "__metadata__", ()) for hint in (self.hint, *get_args(self.hint)))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it accepts any text."""
+        return bool(accepted(self.hint)) and accepts(self.hint, "any text")
+
+    @property
+    def is_texts(self) -> bool:
+        """Whether it accepts any list of texts."""
+        return bool(accepted(self.hint)) and accepts(self.hint, ["any text"])
 
     @property
     def expected(self) -> str:
@@ -49,17 +65,19 @@ class Key:
         return alternatives(dict.fromkeys(accepted(self.hint) or ["a value"]))
 
     def read(self, name: str, value: Any) -> Any:
-        """Return a value, as a string if only a string is accepted. ``name`` is the full name of the key, for the message.
+        """Return a value, a path with the home folder for ``~``. ``name`` is the full name of the key, for the message.
+
+        A number or truth value is no text: YAML's ``1_0`` is 10, so the text that was written is unknown.
 
         Raises:
             ConfigError: If the value is not accepted.
         """
         if value is ... or value == "???":
             raise invalid(name, self.expected, "nothing")
-        for each in (value, str(value)) if isinstance(value, int | float) else (value,):
-            if accepts(self.hint, each):
-                return each
-        raise invalid(name, self.expected, "null" if value is None else value)
+        if accepts(self.hint, value):
+            return str(user_path(name, value)) if isinstance(value, str) and self._marked(PATH) else value
+        unquoted = isinstance(value, int | float | date) and self.is_text
+        raise invalid(name, self.expected + unquoted * ' in quotes ("...")', "null" if value is None else value)
 
 
 def fields_of(schema: Any) -> dict[str, Key]:
@@ -114,7 +132,7 @@ class Names(dict[str, Any]):
     """The constants, enumerations and standard types of a module of petra by name, evaluated when they are looked up."""
 
     def __init__(self, module: str) -> None:
-        super().__init__(Path=Annotated[str, SAME_RESULTS])
+        super().__init__(Path=Annotated[str, SAME_RESULTS, PATH])
         self.module = module
 
     def __missing__(self, name: str) -> Any:

@@ -37,7 +37,7 @@ LINK = {"bandwidth": Key(Annotated[float, SCALE], ...), "latency": Key(Annotated
 """Bandwidth in GB/s, and latency in microseconds."""
 
 
-def read_machines(path: str) -> Machines:
+def read_machines(path: str | Path) -> Machines:
     """Read the devices and connections of a pipeline.
 
     Raises:

@@ -223,7 +223,7 @@ class ClusterConfig:
             gloo; petra train --nproc starts one torchrun agent for each replica.
     """
 
-    machines: str | None = None
+    machines: Annotated[str | None, "path"] = None
     elastic: bool = False
 
 
@@ -249,10 +249,10 @@ class Config:
     k: Count = 4
     dp: Annotated[int, ">= 1", "same results"] = 1
     seed: Annotated[int, ">= 0"] = 0
-    run_dir: Annotated[str | None, "same results"] = None
+    run_dir: Annotated[str | None, "same results", "path"] = None
     resume: Annotated[Literal["auto"] | None, "same results"] = None
     resume_change: Annotated[list[str] | None, "same results"] = None
-    init_from: Annotated[str | None, "same results"] = None
+    init_from: Annotated[str | None, "same results", "path"] = None
     init_skip: Annotated[list[str] | None, "same results"] = None
     dry_run: Annotated[bool | Literal["memory"], "same results"] = False
     model: Section

@@ -17,7 +17,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from petra.errors import ConfigError, DataError, first_line, invalid, require
 
-from ..config.compose import all_keys, hydra_errors, to_config
+from ..config.catalogue import all_keys
+from ..config.compose import hydra_errors, to_config
 from ..config.keys import definition, fields_of, is_shipped
 from ..config.schema import SECTIONS, Config
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 from hydra.utils import instantiate
@@ -15,10 +15,11 @@ from torch import nn
 
 import petra.inplace_abn  # noqa: F401  adds its data sets to those of petra.data
 from petra.engine.options.optimizer_state import NUMBERS, entries, parts_of
-from petra.errors import ConfigError, first_line, invalid, require
+from petra.errors import ConfigError, accepts, first_line, invalid, require
 from petra.torch_private import eager
 
 from ..config.compose import no_parameter
+from ..config.keys import Key, is_shipped
 from ..config.schema import GIVEN, Section
 
 Built = TypeVar("Built")
@@ -35,6 +36,10 @@ def factory(group: str, section: Section) -> Callable[..., Any]:
         if not takes(function, name):
             options = [each for each in signature(function).parameters if not {each, f"{group}.{each}"} & GIVEN]
             raise no_parameter(f"{group}.{name}", value, section._target_, options)
+        if not is_shipped(section._target_) and (hint := annotation(function, name)) is not None:
+            key = Key(hint, None)
+            text = key.is_text and not accepts(hint, value) and isinstance(value, int | float)
+            require(not text, f"{group}.{name}", f"a text; quote it twice in the shell: \"{group}.{name}='TEXT'\"", value)
     made: Callable[..., Any] = instantiate({"_target_": section._target_, **section.options, "_partial_": True, "_convert_": "all"})
     return made
 
@@ -117,6 +122,14 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     """Return whether a function has a parameter with this name."""
     parameters = signature(function).parameters
     return name in parameters or any(entry.kind is Parameter.VAR_KEYWORD for entry in parameters.values())
+
+
+def annotation(function: Callable[..., Any], name: str) -> Any:
+    """Return the type of a parameter of a function or class, or None if it has none that can be read."""
+    try:
+        return get_type_hints(function.__init__ if isinstance(function, type) else function).get(name)  # type: ignore[misc]
+    except Exception:  # names that only type checkers know
+        return None
 
 
 def imported(key: str, target: str) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ class TextSample:
         return found
 
 
-def vocabulary(config: Config, path: str | None, weights: SavedWeights | None = None) -> tuple[Encode, Decode, int | None]:
+def vocabulary(config: Config, path: Path | None, weights: SavedWeights | None = None) -> tuple[Encode, Decode, int | None]:
     """Return the functions from text to tokens and back, and the token that ends a text.
 
     Args:
@@ -76,7 +76,7 @@ def vocabulary(config: Config, path: str | None, weights: SavedWeights | None = 
     if config.data.name == "text":
         require(path is None, "--vocabulary", "none for a run on bytes (data=text)", path)
         return lambda text: [*text.encode()], lambda ids: iterdecode((bytes([min(t, 255)]) for t in ids), "utf-8", "replace"), None
-    file = Path(path) if path else Path(config.data.options.get("root") or ".") / VOCABULARY
+    file = path or Path(config.data.options.get("root") or ".") / VOCABULARY
     tokenizer = load_vocabulary(file)
     size, classes = classes_of(tokenizer), config.data.classes
     require(size <= classes, str(file), f"tokens less than {classes}, the run's data.classes", size - 1, DataError)

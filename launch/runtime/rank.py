@@ -12,11 +12,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
 from traceback import clear_frames
 from typing import TYPE_CHECKING
 
-from petra.errors import Interrupted, invalid, require
+from petra.errors import Interrupted, invalid, require, user_path
 
 from .machine import check_names
 
@@ -35,6 +34,17 @@ NETWORK = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
 }
 """Variables that every run sets: NCCL's warnings, and a dump of the last 2000 operations if one exceeds ``trainer.timeout``."""
+LAUNCHERS = {
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MVAPICH": ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+    "PMI": ("PMI_RANK", "PMI_SIZE"),
+    "PMIx": ("PMIX_RANK",),
+    "PALS": ("PALS_RANKID", "PALS_SIZE"),
+    "JSM": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+}
+"""Variables of programs that start several tasks: rank of a task, then number of tasks (the first that is set counts)."""
 DUMPS = "TORCH_FR_DUMP_TEMP_FILE"
 _group_numbers = count()
 """Number of the next process group of this process."""
@@ -61,9 +71,11 @@ class Process:
         """Read torchrun's environment variables. Without RANK and WORLD_SIZE, this process is the only one.
 
         Raises:
-            ConfigError: If a variable is missing or has an invalid value.
+            ConfigError: If a variable is missing or has an invalid value, or this is one of several tasks that know nothing of each
+                other.
         """
         if not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+            require_one_task()
             return Process(rank=0, world=1, local_rank=0, local_world=1)
 
         def variable(name: str, least: int, most: int | None = None, default: str | None = None, note: str = "") -> int:
@@ -169,6 +181,25 @@ class Process:
             raise stopped
 
 
+def require_one_task() -> None:
+    """Check that no launcher has started this process as one of several tasks, without torchrun's variables.
+
+    In the script of a Slurm job and in a terminal of an allocation, SLURM_NTASKS is the number of tasks that srun would start. Only
+    a step of several tasks is refused, which has SLURM_STEP_NUM_TASKS or a rank that is not 0.
+
+    Raises:
+        ConfigError: If it is one of several.
+    """
+    for name, (rank, *counts) in LAUNCHERS.items():
+        place, count = (next((os.environ[key] for key in keys if key in os.environ), "") for keys in ([rank], counts))
+        if not place.isdecimal() or (count.isdecimal() and int(count) < 2):
+            continue
+        if int(place) > 0 or (count.isdecimal() and (name != "Slurm" or counts[0] in os.environ)):
+            how = "one task (petra train --nproc N starts N processes), one petra node on each machine, or RANK and WORLD_SIZE"
+            tasks = f"{count or 'several'} tasks of {name}: each would be a run of its own in a folder that no other run uses"
+            raise invalid(f"environment variable {rank}", f"{how} (docs/clusters.md; env -u {rank} for separate runs)", tasks)
+
+
 def set_variables() -> None:
     """Set the variables of NCCL and torch that the environment lacks, and make the folder for dumps.
 
@@ -177,7 +208,8 @@ def set_variables() -> None:
     """
     os.environ.update({**NETWORK, **os.environ})
     if DUMPS in os.environ:
-        folder = Path(os.environ[DUMPS]).parent
+        os.environ[DUMPS] = str(path := user_path(f"environment variable {DUMPS}", os.environ[DUMPS]))
+        folder = path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:

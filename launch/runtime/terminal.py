@@ -11,9 +11,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from getpass import getuser
+from pathlib import Path
 from typing import IO, NoReturn, ParamSpec
 
-from petra.errors import ConfigError, PetraError
+from petra.errors import ConfigError, PetraError, alternatives, invalid, user_path
 
 from .reporting import FAILED, exit_at_once
 
@@ -31,6 +33,7 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
     @wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         prepare_streams()
+        name_user()
         before = signal.getsignal(signal.SIGINT)
         during = exit_at_once if before is signal.default_int_handler else before  # otherwise the parent process has decided
         signal.signal(signal.SIGINT, during)
@@ -57,10 +60,24 @@ def parser_for(text: str | None, epilog: str | None = None) -> argparse.Argument
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser whose errors don't print the usage."""
+    """Parser whose errors don't print the usage, and name what may be meant."""
 
     def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()
+        if message.startswith("unrecognized") and unknown[0].startswith("-"):
+            from ..config.words import unknown_flag
+
+            raise unknown_flag(unknown[0], [flag for action in self._actions for flag in action.option_strings])
+        missing = [*message.removeprefix("the following arguments are required: ").split(", ")] if "are required" in message else []
+        for action in self._actions:
+            if action.choices and action.dest in missing:
+                raise invalid("command line", alternatives(map(str, action.choices)), "nothing")
         raise ConfigError(f"command line: {message}")
+
+
+def path_argument(text: str) -> Path:
+    """Return an argument that is a path, with the home folder for ``~`` at its beginning (a type of arguments)."""
+    return user_path("command line", text)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, aligned: bool = False) -> str:
@@ -68,6 +85,14 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, aligned: bool
     cells = [header, ["---"] * len(header), *rows]
     widths = [aligned * max(map(len, column)) for column in zip(*cells, strict=True)]
     return "".join("| " + " | ".join(map(str.ljust, line, widths)) + " |\n" for line in cells)
+
+
+def name_user() -> None:
+    """Give a user without a name, as in many containers, the number as name: torch and wandb end with an error without one."""
+    try:
+        getuser()
+    except (KeyError, OSError):
+        os.environ["LOGNAME"] = str(os.getuid())
 
 
 def prepare_streams() -> None:

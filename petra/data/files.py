@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from petra.errors import DataError, PetraError, first_line, invalid, require
+from petra.errors import DataError, PetraError, first_line, invalid, require, user_path
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -42,11 +42,11 @@ def folder_of(root: str | Path | None, name: str, help: str) -> Path:
         help: Instructions for the error message.
 
     Raises:
-        DataError: If ``root`` is None.
+        PetraError: If ``root`` is None, or begins with ``~`` and the home folder is unknown.
     """
     if root is None:
         raise invalid("data.root", f"a path to the files of {name}", f"none; {help}", DataError)
-    return Path(root).expanduser().absolute()
+    return user_path("data.root", root).absolute()
 
 
 @contextmanager

@@ -199,3 +199,45 @@ def test_environment_variables_of_a_rank(variables: str, message: str, monkeypat
         monkeypatch.setenv(*variable.split("="))
     with pytest.raises(ConfigError, match=f"environment variable {message}"):
         Process.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ("SLURM_PROCID=1 SLURM_NTASKS=2", "SLURM_PROCID: expected one task .*, got 2 tasks of Slurm"),
+        ("SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2", "SLURM_PROCID: .* got 2 tasks of Slurm"),
+        ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4", "OMPI_COMM_WORLD_RANK: .* got 4 tasks of Open MPI"),
+        ("PMI_RANK=0 PMI_SIZE=2", "PMI_RANK: .* got 2 tasks of PMI"),
+        ("PMIX_RANK=3", "PMIX_RANK: .* got several tasks of PMIx"),
+        ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2", "MV2_COMM_WORLD_RANK: .* got 2 tasks of MVAPICH"),
+        ("PMI_RANK=0 PMI_SIZE=1", None),
+        ("SLURM_PROCID=0 SLURM_NTASKS=8", None),  # in the script of a job
+        ("SLURM_NTASKS=8", None),  # in a terminal of salloc
+        ("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=1", None),  # in an interactive step
+        ("SLURM_PROCID=1 SLURM_NTASKS=2 RANK=1 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", None),
+    ],
+)
+def test_tasks_of_a_launcher_that_do_not_know_each_other_are_refused(
+    variables: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    if told is None:
+        assert Process.from_environment().world == (2 if "WORLD_SIZE" in variables else 1)
+    else:
+        with pytest.raises(ConfigError, match=f"environment variable {told}: each would be a run of its own"):
+            Process.from_environment()
+        for line in (["train", "--nproc", "2", "trainer.device=cpu"], ["doctor", "--nproc", "2"]):  # each task would start two
+            monkeypatch.setattr(sys, "argv", ["petra"])
+            assert refused(cli.main, line).startswith("environment variable ")
+
+
+def test_a_user_without_a_name_gets_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilers and wandb ask for the name; containers run with a number alone."""
+    monkeypatch.setenv("LOGNAME", "restored afterwards")
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    with suppress(SystemExit):
+        cli.main(["--version"])
+    assert os.environ.get("LOGNAME") == str(os.getuid())

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from torch.nn import functional as F
 
-from launch.config.compose import compose_overrides, configurations
+from launch.config.catalogue import configurations
+from launch.config.compose import compose_overrides
 from launch.evaluate import main as evaluate
 from launch.run.costs import stage_facts, stage_map
 from petra.engine.endpoints import Losses

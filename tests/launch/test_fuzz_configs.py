@@ -23,7 +23,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.config.compose import CONF, all_keys, compose_overrides, configurations
+from launch.config.catalogue import CONF, all_keys, configurations
+from launch.config.compose import compose_overrides
 from launch.config.schema import Config
 from launch.run.build import set_up
 from launch.run.costs import stage_map, tune_setup

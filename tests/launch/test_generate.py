@@ -120,7 +120,7 @@ def test_a_sample_that_fails_in_the_first_process_ends_all(monkeypatch: pytest.M
         (["--vocabulary=missing.json"], "missing.json: can't be read as a vocabulary"),
         (["model.delimiter=5"], "model.delimiter: expected null or 0, as in .*tokenizer.json, got 5"),
         (["model.hidden=31"], "RUN/model.safetensors: does not fit revgpt"),
-        (["data.root=[x"], "data.root: expected a value in YAML"),
+        (["trainer.stages=[2"], "command line: expected an override in Hydra's syntax, got trainer.stages=\\[2"),
     ],
 )
 def test_invalid_words_give_one_line(words: list[str], message: str, trained: Path) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -53,6 +54,20 @@ def test_predictions_equal_those_of_the_network_on_the_data_set(
     for weights in (folder / "model.pt", newest(folder / "checkpoints")):
         predict.main([f"{folder}", f"--weights={weights}", *(f"{tmp_path}/{i}.png" for i in range(3))])
         assert capsys.readouterr().out == "".join(lines)
+
+
+def test_a_file_may_have_an_equals_sign_in_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("label=cat").mkdir()
+    names = ["label=cat/1.png", "a=b.png", "data.root=x.png", "k=1.png"]
+    for name in names:
+        Image.new("RGB", (8, 8)).save(name)
+    with suppress(SystemExit):
+        predict.main([str(folder), *names, "trainer.device=cpu"])
+    assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()] == names
+    assert refused(predict.main, [str(folder), "a=b.png", "data.rot=x"]) == "data.rot: no such key; did you mean data.root?"
 
 
 @pytest.mark.parametrize(

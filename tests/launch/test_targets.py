@@ -12,7 +12,8 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 import petra.inplace_abn  # noqa: F401
-from launch.config.compose import all_keys, compose_overrides, targets
+from launch.config.catalogue import all_keys, targets
+from launch.config.compose import compose_overrides
 from launch.config.keys import signature as parameters
 from launch.config.schema import GIVEN, SECTIONS
 from launch.evaluate import main as evaluate
@@ -155,6 +156,7 @@ def test_an_own_data_set_is_loaded_once(folder: Path, monkeypatch: pytest.Monkey
         (["data._target_=leaves.rows"], r"data\._target_: leaves can't be imported \(SystemExit: 0\)"),
         (["data.classes=4"], r"data\.classes: expected 3 for rows, got 4"),
         (["model.width=0.5"], r"model\.width: expected null for mine\.network, which has the options depth, got 0\.5"),
+        (["model.depht=4"], r"model\.depht: no such key; did you mean model\.depth\?"),
         (["model._target_=mine:network"], "model._target_: expected .* or module.function of your own, got mine:network"),
     ],
 )

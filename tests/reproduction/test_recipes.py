@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.config.compose import compose_overrides, configurations
+from launch.config.catalogue import configurations
+from launch.config.compose import compose_overrides
 from launch.config.schema import Config
 from launch.run.build import learning_rate
 from reproduction import paper
