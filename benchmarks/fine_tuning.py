@@ -27,6 +27,7 @@ from benchmarks.report import best_rate, machine, show_records
 from benchmarks.staleness.figures import difference
 from launch.runtime.terminal import command
 from petra import Numerics, Pipeline, Recipe, TensorSpec
+from petra.analysis.plots import own_settings
 from petra.training import Polynomial
 
 WINDOW, WINDOWS = 128, 8
@@ -232,6 +233,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+@own_settings()
 def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw validation losses of final runs against tokens, and their differences from ``plain`` with intervals of 95 %."""
     from matplotlib.figure import Figure

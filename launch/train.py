@@ -64,10 +64,13 @@ def train(jobs: Sequence[Job], process: Process) -> None:
     folders = []
     for job in jobs:
         if job.config.cluster.elastic and not job.config.dry_run:
-            from .elastic.run import run
+            from .elastic import run as elastic
+
+            elastic.run(job.config, process)
         else:
             from .run.training import run
-        folders.append(run(job.config, process, job.swept))
+
+            folders.append(run(job.config, process, job.swept))
     if len(found := [folder for folder in folders if folder is not None]) > 1:
         from .compare import comparison
 

@@ -179,3 +179,19 @@ def skips_steps(optimizer: torch.optim.Optimizer) -> bool:
     ``torch.amp.GradScaler`` relies on the same attribute.
     """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def cpp_compiler() -> str:
+    """Return the C++ compiler that inductor uses on a CPU.
+
+    Raises:
+        Exception: If there is none, of a class that torch keeps private. Without this call, the first compilation raises it.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return get_cpp_compiler()
+
+
+def is_compiler_error(error: Exception) -> bool:
+    """Return whether ``torch.compile`` has raised an error: its classes are private."""
+    return type(error).__module__.startswith(("torch._dynamo.", "torch._inductor."))

@@ -26,7 +26,7 @@ from benchmarks.staleness.cells import WINDOW, WINDOWS, Cell
 from benchmarks.staleness.figures import Records, final_runs, read_all
 from launch.plan import predict_method
 from petra import Model, Numerics, Recipe, TensorSpec
-from petra.analysis.plots import Panel, grid, save
+from petra.analysis.plots import Panel, grid, own_settings, save
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
 from petra.cost_model.event_graph import PREDICTED, ZB_H1, TransportRules
 from petra.cost_model.machines import Connection, Link, Machines
@@ -244,6 +244,7 @@ def memories(stages: int, k: int) -> dict[str, list[float]]:
     return {f"{method}, {model}": stage_memory(method, model, stages, k) for method, model in compared.items()}
 
 
+@own_settings()
 def draw_times(records: Records, path: Path) -> None:
     """Draw the hours until the loss that all ways reach against the bandwidth, a panel for each number of stages and optimizer."""
     from matplotlib.figure import Figure

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.staleness.cells import CELLS
 from launch.run.folder import records_in
+from petra.analysis.plots import own_settings
 
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Half the width of a 95 % interval in standard errors, by the number of pairs (Student's t)."""
@@ -139,6 +140,7 @@ def search(records: Records) -> str:
     return "\n".join(lines)
 
 
+@own_settings()
 def draw(records: Records, path: Path) -> None:
     """Draw the mean loss on the test part against the staleness: a panel for each optimizer, a line for each method and remedy."""
     from matplotlib.figure import Figure

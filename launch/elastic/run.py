@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from ..run.build import Setup, set_up
 from ..run.records import exclusive_folder
 from ..run.resume import Start, find_start
 from ..run.training import TrainingRun, prepare_process
+from ..run.undo import RunFolder
 from ..runtime.agent import StopRequest
 from ..runtime.rank import Process
 from ..runtime.reporting import STOPPED
@@ -76,8 +78,8 @@ def run(config: Config, process: Process) -> None:
         while (generation := membership.join(stop if handover is None else None)) is not None:
             own = replica.in_run(generation.replicas)
             group = PrefixStore(f"{generation.number}/group", membership.store)
-            with own.process_group(setup.device, config.trainer.timeout, group), exclusive_folder(config, own):
-                finished, handover = run_generation(setup, own, membership, stop, handover)
+            with own.process_group(setup.device, config.trainer.timeout, group), exclusive_folder(config, own) as folder:
+                finished, handover = run_generation(setup, own, membership, stop, handover, folder)
             if finished:
                 membership.finish()
     if stop():
@@ -85,7 +87,12 @@ def run(config: Config, process: Process) -> None:
 
 
 def run_generation(
-    setup: Setup, process: Process, membership: Membership, stop: StopRequest, handover: Handover | None
+    setup: Setup,
+    process: Process,
+    membership: Membership,
+    stop: StopRequest,
+    handover: Handover | None,
+    folder: RunFolder | None,
 ) -> tuple[bool, Handover | None]:
     """Train until the end of the run or until the replicas change. Return whether the run has ended, and a handover.
 
@@ -93,14 +100,18 @@ def run_generation(
         process: Rank in the generation.
         stop: Whether this process was asked to stop.
         handover: Of the generation before; None after the start of this process.
+        folder: Folder of the run in the first process, None in the others.
     """
     try:
         with membership.concluding("started"):
             shared = share(handover, membership)
-            folder = Path(str(setup.config.run_dir))
-            start = Start(folder, shared.facts, state=shared.state) if shared else find_start(setup.config, process)
+            start = (
+                Start(Path(str(setup.config.run_dir)), shared.facts, state=shared.state)
+                if shared
+                else find_start(setup.config, process)
+            )
             replicas = ElasticReplicas(setup.plan.layout, setup.device, membership)
-            current = TrainingRun(setup, process, start, stop, replicas, ElasticTrainer)
+            current = TrainingRun(setup, process, start, stop, folder, replicas, ElasticTrainer)
             absent = report_changes(current, membership, shared)
     except MembershipChanged:
         return False, handover

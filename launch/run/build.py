@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from shutil import which
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
 from petra.settings import Numerics, Runtime
+from petra.torch_private import cpp_compiler
 from petra.training import FORMATS, Schedule, peak_rate
 from petra.training.weight_files import check_format
 
@@ -185,6 +187,8 @@ def check(config: Config, process: Process) -> None:
     require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)
     require(config.init_skip is None or config.init_from is not None, "init_skip", "null without init_from", config.init_skip)
     getattr(imported("logger._target_", config.logger._target_), "require", lambda: None)()  # raises if it is not installed
+    if trainer.compile not in (None, "eager", "aot_eager"):
+        _require_compiler(process.device(trainer.device).type)
     if trainer.export != "none":
         check_format(FORMATS[trainer.export])
     got = f"{trainer.diagnose} in {process.world} processes"
@@ -214,6 +218,21 @@ def check(config: Config, process: Process) -> None:
     require(momentum, "optim.nesterov", "false with optim.momentum=0", True)
     scaled = rules.loss_scale is None or trainer.precision == "fp16"
     require(scaled, "optim.loss_scale", f"null with trainer.precision={trainer.precision}", rules.loss_scale)
+
+
+def _require_compiler(device: str) -> None:
+    """Check that there is a compiler for what inductor writes: C++ on a CPU; on a GPU, C for the modules that start kernels.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    language, variable, usual = ("C++", "CXX", "g++") if device == "cpu" else ("C", "CC", "gcc")
+    try:
+        found = cpp_compiler() if device == "cpu" else which(os.environ.get("CC", "gcc")) or which("clang")
+    except Exception:  # of private classes
+        found = None
+    expected = f"null, eager or aot_eager without a {language} compiler ({usual}, or the one in {variable})"
+    require(found is not None, "trainer.compile", expected, f"{os.environ.get(variable, 'none')}, which does not run")
 
 
 def type_of(precision: str) -> torch.dtype | None:

@@ -33,9 +33,12 @@ from .folder import CHANGES, CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, as_
 from .page import describe, trained_text, write_report
 from .resume import Start
 from .targets import built
+from .undo import RunFolder, missing_folders
 
 RESULTS = ("miou", "perplexity", "accuracy")
 """Metrics on the test data; the last line of a run has the first one that it recorded."""
+LONGEST_NAME = 200
+"""Letters of the name of a default folder, of which file systems allow 255 bytes."""
 SHARED_WITHIN = 60.0
 """Seconds to wait until a network file system shows a new file on other machines."""
 
@@ -47,6 +50,7 @@ class Records:
         setup: Configuration and plan.
         start: What the run starts from. If the run resumes, the rows of the epochs already done are written again.
         evaluated: What the network is evaluated on (:func:`launch.run.page.evaluated_text`).
+        path: The folder.
 
     Attributes:
         folder: Folder of the run.
@@ -58,11 +62,10 @@ class Records:
         DataError: If a file in it cannot be written.
     """
 
-    def __init__(self, setup: Setup, start: Start, evaluated: str) -> None:
+    def __init__(self, setup: Setup, start: Start, evaluated: str, path: Path) -> None:
         self.setup, config, rows = setup, setup.config, start.history
         self.evaluated = evaluated
         self._resumed = "" if start.path is None else f" since it was resumed after microbatch {start.clock}"
-        path = default_folder(config) if config.run_dir is None else Path(config.run_dir)
         # A folder that was deleted while its run wrote checkpoints has no config.yaml.
         resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / CHECKPOINTS)))
         updates = [] if start.path is None else updates_in(path, start.clock)
@@ -88,18 +91,18 @@ class Records:
         waiting = f"; {idle} process(es) without a stage are idle" if idle else ""
         return f"{describe(facts)}{replicas}{waiting}; records in {self.folder}"
 
-    def finish(self, history: Sequence[Row], memory: Sequence[int], seconds: float) -> None:
-        """Close the loggers, and write report.html and summary.json, whose existence marks a complete run.
+    def summarize(self, history: Sequence[Row], memory: Sequence[int]) -> None:
+        """Write summary.json, whose existence marks a run that has trained to the end.
 
-        Losses in summary.json are in nats, accuracies from 0 to 1. Speed is that of training alone.
+        Losses are in nats, accuracies from 0 to 1. Speed is that of training alone. ``wall_seconds`` is the duration of all epochs,
+        before and after resuming.
 
         Args:
             history: Numbers of the epochs.
             memory: Peak memory of each process in bytes.
-            seconds: Duration since the process started. ``wall_seconds`` is that of all epochs, before and after resuming.
         """
         last, speed = history[-1], f"{self.setup.unit}_per_second"
-        summary = self._facts() | {
+        self._summary = self._facts() | {
             "epochs": len(history),
             "microbatches": last["microbatches"],
             **{key: value for key, value in last.items() if key.startswith(("train_", "test_"))},
@@ -110,13 +113,16 @@ class Records:
             "torch": torch.__version__,
             "layout": stage_facts(self.setup.plan),
         }
-        timeline = self.folder / "timeline.png"
+        write_json(self.folder / SUMMARY, finite(self._summary))
+
+    def close(self, seconds: float) -> None:
+        """Close the loggers, write report.html, and print the result of a run after ``seconds``. :meth:`summarize` comes first."""
+        summary, timeline = self._summary, self.folder / "timeline.png"
         for logger in self.loggers:
             logger.close(summary, [timeline] if timeline.exists() else [])
         write_report(self.folder, summary)
-        write_json(self.folder / SUMMARY, finite(summary))
-        metric = next(name for name in RESULTS if f"test_{name}" in summary)
-        found = means_text({metric: last[f"test_{metric}"]})
+        name = next(f"test_{name}" for name in RESULTS if f"test_{name}" in summary)
+        found = means_text({name.removeprefix("test_"): summary[name]})
         print(f"{self.evaluated} {found} after {seconds:.0f} s{self._resumed}; records in {self.folder}", flush=True)
 
     def _facts(self) -> dict[str, Any]:
@@ -144,29 +150,50 @@ class Records:
 
 
 @contextmanager
-def exclusive_folder(config: Config, process: Process) -> Iterator[None]:
+def exclusive_folder(config: Config, process: Process, swept: Sequence[str] = ()) -> Iterator[RunFolder | None]:
     """Hold the lock on ``run_dir`` for the duration of the context. Every rank must enter it; rank 0 holds the lock.
 
-    A run without ``run_dir`` has a folder of its own and needs no lock.
+    A run without ``run_dir`` gets a folder of its own and needs no lock. Until the first microbatch, an error leaves the folder as
+    it was.
+
+    Args:
+        swept: Overrides of a sweep, for the name of a folder of its own.
+
+    Yields:
+        The folder on rank 0, None on the others.
 
     Raises:
         PetraError: If another job uses the folder. Raised on every rank.
     """
     with ExitStack() as stack:
+        folder = None
         with raise_on_all_ranks():
-            if process.first and config.run_dir is not None and not stack.enter_context(locked(Path(config.run_dir))):
-                refused = "so a second job with this run_dir is not refused"
-                print(f"warning: the file system of {config.run_dir} has no locks, {refused}", file=sys.stderr, flush=True)
-        yield
+            if process.first:
+                missing = missing_folders(Path(config.run_dir or "runs"))
+                if config.run_dir is None:
+                    path = default_folder(config, swept)
+                    folder = RunFolder(path, [path, *missing])
+                else:
+                    path = Path(config.run_dir)
+                    folder = RunFolder(path, missing)
+                    if not stack.enter_context(locked(path)):
+                        refused = "so a second job with this run_dir is not refused"
+                        print(f"warning: the file system of {path} has no locks, {refused}", file=sys.stderr, flush=True)
+                stack.enter_context(folder.undone_on_error())
+        yield folder
 
 
-def default_folder(config: Config) -> Path:
+def default_folder(config: Config, swept: Sequence[str] = ()) -> Path:
     """Create a folder under ``runs`` for a run without ``run_dir``. Runs that start in the same second get different folders.
+
+    Args:
+        swept: Overrides that differ between the runs of a sweep; the name has them.
 
     Raises:
         ConfigError: If it cannot be created.
     """
-    name = re.sub(r"[^\w.-]", "-", f"{datetime.now():%F_%H-%M-%S}_{config.model.name}_{config.method.name}_{config.data.name}")
+    parts = [f"{datetime.now():%F_%H-%M-%S}", config.model.name, config.method.name, config.data.name, *swept]
+    name = re.sub(r"[^\w.=-]", "-", "_".join(parts))[:LONGEST_NAME]
     path = Path("runs", name)
     for number in count(2):
         try:

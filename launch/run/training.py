@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from petra.analysis.timeline import write_timeline
 from petra.data.tokenizer import VOCABULARY, fingerprint, load_vocabulary
+from petra.diagnostics.events import Interval
 from petra.diagnostics.gradient_quality import GradientQuality
 from petra.diagnostics.process_memory import keep_freed_memory, release_memory
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
@@ -25,11 +26,13 @@ from petra.engine.options.watchdog import Watchdog
 from petra.errors import DataError, Interrupted, require
 from petra.hooks import Hook
 from petra.training import FORMATS, Checkpoints, JsonLines, Lines, Trainer, UpdateMeans, Watcher, export, limited, peak_memory
+from petra.training.checkpoint import checkpoints
 from petra.training.trainer import require_an_update
 
 from ..config.schema import MEMORY, Config
 from ..runtime.agent import StopRequest
 from ..runtime.rank import Process
+from ..runtime.reporting import TO_CONTINUE
 from .build import Setup, set_numerics, set_up
 from .costs import memory_table, stage_map, tune_setup
 from .expected import note
@@ -38,13 +41,20 @@ from .page import evaluated_text, trained_text
 from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
 from .text import MOST_PARAMETERS, TextSample
+from .undo import RunFolder
 
 UPDATES_BETWEEN_DRIFTS = 10
 """Updates between two measurements of the weights' drift with ``trainer.stage_metrics``, in a run without ``trainer.log_every``."""
 
 
-def run(config: Config, process: Process) -> None:
+def run(config: Config, process: Process, swept: Sequence[str] = ()) -> Path | None:
     """Train one configuration and write its records to the run's folder. Every process of the run must call this function.
+
+    Args:
+        swept: Overrides of a sweep, for the name of the folder if there is no ``run_dir``.
+
+    Returns:
+        The folder of the run in its first process, None in the others and after ``dry_run``.
 
     Raises:
         PetraError: If the configuration or its data cannot be used. Raised in every process.
@@ -54,19 +64,20 @@ def run(config: Config, process: Process) -> None:
         if process.first:
             memory = f"\n{memory_table(setup)}" if config.dry_run == MEMORY else ""
             print(f"{stage_map(setup)}{memory}", end="", flush=True)
-        return
+        return None
     prepare_process(setup)
-    with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process):
-        train_in_group(setup, process)
+    with process.process_group(setup.device, config.trainer.timeout), exclusive_folder(config, process, swept) as folder:
+        train_in_group(setup, process, folder)
+    return None if folder is None else folder.path
 
 
-def train_in_group(setup: Setup, process: Process) -> None:
+def train_in_group(setup: Setup, process: Process, folder: RunFolder | None) -> None:
     """Train inside the process group.
 
     The pipeline and all that refers to it end with this function, before the process group does: destroyed the other way round,
     groups of replicas sometimes abort the process.
     """
-    run = TrainingRun(setup, process, find_start(setup.config, process), StopRequest())
+    run = TrainingRun(setup, process, find_start(setup.config, process), StopRequest(), folder)
     run.fit()
     run.finish()
 
@@ -87,6 +98,7 @@ class TrainingRun:
         process: This process.
         start: What the run starts from.
         stop: Whether this process was asked to stop.
+        folder: Folder of the run in its first process, None in the others.
         replicas: The replicas that take part, if some may be lost; None for all.
         trainer: Class of the trainer.
 
@@ -107,6 +119,7 @@ class TrainingRun:
         process: Process,
         start: Start,
         stop: StopRequest,
+        folder: RunFolder | None,
         replicas: Replicas | None = None,
         trainer: type[Trainer] = Trainer,
     ) -> None:
@@ -127,7 +140,7 @@ class TrainingRun:
         require(None in (masked, own) or masked == own, "model.delimiter", f"null or {own}, as in corpus.json", masked)
         with raise_on_all_ranks():
             tested = limited(test.batches, limit), test.batches
-            self.records = Records(setup, start, evaluated_text(config, *tested)) if process.first else None
+            self.records = None if folder is None else Records(setup, start, evaluated_text(config, *tested), folder.path)
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
             print(
@@ -146,6 +159,7 @@ class TrainingRun:
         readable = config.data.name == "text" or (setup.unit == "tokens" and train.vocabulary is not None)
         if config.trainer.sample is not None and readable and setup.plan.parameters <= MOST_PARAMETERS:
             self.pipeline.measures.append(TextSample(self.pipeline, config, config.trainer.sample))
+        self._run_folder, self._intervals = folder, list[Interval]()
         watchers = self._watchers(batches)
         self.trainer = trainer(self.pipeline, train, test, limit=limit, checkpoints=self.checkpoints, watchers=watchers, stop=stop)
         if start.path is not None:
@@ -153,26 +167,47 @@ class TrainingRun:
 
     def fit(self) -> None:
         """Train to the last epoch."""
-        config = self.setup.config
+        with self._hinting(), self._diagnostics(), self._stop.handle_signals():
+            self.trainer.fit(self.setup.config.trainer.epochs)
+
+    @contextmanager
+    def _hinting(self) -> Iterator[None]:
+        """Add how to continue to errors of the body, if there is a checkpoint."""
         try:
-            with self._diagnostics(), self._stop.handle_signals():
-                self.trainer.fit(config.trainer.epochs)
+            yield
         except Interrupted as stopped:
-            stopped.hint = f"to continue: {self._resume_command()}" if stopped.saved else "it can't be resumed"
+            stopped.hint = f"{TO_CONTINUE}{self._resume_command()}" if stopped.saved else "it can't be resumed"
+            raise
+        except Exception as error:
+            self.checkpoints.settle(1.0)
+            if checkpoints(self.folder / CHECKPOINTS):
+                error.add_note(f"{TO_CONTINUE}{self._resume_command()}")
             raise
 
     def finish(self) -> None:
-        """Export the weights and write the summary."""
-        config, history = self.setup.config, self.trainer.history
+        """Write the summary, then all that needs more than the numbers: the exported weights, timeline and report."""
+        with self._hinting():
+            self._finish()
+
+    def _finish(self) -> None:
+        config, plan, history = self.setup.config, self.pipeline.plan, self.trainer.history
+        if self._run_folder is not None:
+            self._run_folder.begun = True
+        memory = all_gather_objects(peak_memory(self.setup.device))
+        with raise_on_all_ranks():
+            if self.records is not None:
+                self.records.summarize(history, memory)
         if config.trainer.export != "none":
             suffix, facts = FORMATS[config.trainer.export], {**self.checkpoints.facts, "epochs": len(history)}
             export(self.pipeline, self.folder / f"model{suffix}", facts)
             if config.optim.rules.average is not None:
                 with self.pipeline.averaged():
                     export(self.pipeline, self.folder / f"ema{suffix}", facts)
-        memory = all_gather_objects(peak_memory(self.setup.device))
         if self.records is not None:
-            self.records.finish(history, memory, time.perf_counter() - self._started)
+            if self._intervals:  # a resumed run may have nothing left to train
+                title = f"{plan.model.name}, {plan.method.name}, the first {config.trainer.trace} microbatches"
+                write_timeline(self._intervals, self.folder, title, plan.layout.processes)
+            self.records.close(time.perf_counter() - self._started)
 
     def _resume_command(self) -> str:
         """Return the command that continues the run on this machine, or the words that make the same command continue it."""
@@ -187,7 +222,8 @@ class TrainingRun:
         config, pipeline = self.setup.config, self.pipeline
         if self.records is None:
             return []
-        found: list[Watcher] = [*self.records.loggers]
+        assert self._run_folder is not None
+        found: list[Watcher] = [self._run_folder, *self.records.loggers]
         if config.trainer.log_every is not None:
             found.append(UpdateMeans(config.trainer.log_every, config.k, pipeline.recipe, self.records.update_loggers))
         trained, evaluated = trained_text(config), self.records.evaluated
@@ -196,7 +232,7 @@ class TrainingRun:
 
     @contextmanager
     def _diagnostics(self) -> Iterator[None]:
-        """Attach the hooks of a run in the body, then write their records.
+        """Attach the hooks of a run in the body.
 
         Every run has a watchdog and the warning about reconstruction errors; other hooks are those that the configuration asks for.
         """
@@ -218,10 +254,8 @@ class TrainingRun:
             for hook in filter(None, hooks):
                 stack.enter_context(pipeline.hooks.attached(hook))
             yield
-        intervals = [] if recorder is None else gathered_intervals([] if pipeline.replica else recorder.intervals)
-        if self.records is not None and intervals:  # a resumed run may have nothing left to train
-            title = f"{plan.model.name}, {plan.method.name}, the first {config.trace} microbatches"
-            write_timeline(intervals, self.folder, title, plan.layout.processes)
+        if recorder is not None:
+            self._intervals = gathered_intervals([] if pipeline.replica else recorder.intervals)
 
 
 def _warnings(config: Config, batches: int, vocabulary: str | None) -> Iterator[str]:

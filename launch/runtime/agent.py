@@ -6,6 +6,7 @@ A run that is asked to stop drains the pipeline, writes a checkpoint and exits.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 import signal
@@ -109,6 +110,8 @@ def run_agent(flags: Sequence[str], name: str, arguments: Sequence[str]) -> None
     from torch.distributed.run import main as torchrun
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # The processes, or the lines below, say how they ended.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(lambda record: "exitcode" not in str(record.msg))
     for number in stop_signals():
         signal.signal(number, _forward)
     # Processes inherit the mask, so that none is interrupted before it can handle Ctrl-C (launch.runtime.terminal.command). Another

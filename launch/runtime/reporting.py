@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError, located
+from petra.errors import CommunicationError, Interrupted, NumericsError, PetraError, first_line, located
 
 from .rank import Process
 
@@ -27,6 +27,10 @@ REPORT_WAIT = 1.0
 """Seconds that a rank which lost a neighbour waits for the others to report their own error first."""
 _LIMITS = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Errors of the operating system that a user can act on, wherever they occur."""
+TO_CONTINUE = "to continue: "
+"""Beginning of the note of an error that ends a run which can be resumed."""
+VERBOSE = "TORCHDYNAMO_VERBOSE"
+"""Variable of torch.compile for whole tracebacks."""
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
@@ -54,25 +58,30 @@ def report_errors(process: Process) -> Iterator[None]:
             print(stopped, stopped.hint, sep="; ", file=sys.stderr, flush=True)
         sys.exit(STOPPED)
     except CommunicationError as error:
-        _exit_after_lost_connection(str(error))
+        _exit_after_lost_connection(str(error), hint_of(error))
     except PetraError as error:
         place = "" if isinstance(error, NumericsError) else located(error)  # other ranks have not raised an error of a stage
         began_here = error.origin if isinstance(error, NumericsError) else process.first or bool(place)
-        _exit_with_error(f"{error} ({place})" if place else str(error), wait=0 if began_here else ORIGIN_WAIT)
+        _exit_with_error(f"{error}{f' ({place})' if place else ''}{hint_of(error)}", wait=0 if began_here else ORIGIN_WAIT)
     except KeyboardInterrupt:
         sys.exit(CANCELLED)
     except Exception as error:
         import torch
 
         from petra.distributed import is_communication_error
+        from petra.torch_private import is_compiler_error
 
-        where = getattr(error, "__notes__", ["before training"])[0]
+        notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith(TO_CONTINUE)]
+        where, hint = (notes or ["before training"])[0], hint_of(error)
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator: " in str(error):  # torch has no class
-            _exit_with_error(f"out of memory {where}: {first_sentence(error)}")
+            _exit_with_error(f"out of memory {where}: {first_sentence(error)}{hint}")
         if is_communication_error(error):
-            _exit_after_lost_connection(f"communication between processes, {where}: {first_sentence(error)}")
+            _exit_after_lost_connection(f"communication between processes, {where}: {first_sentence(error)}", hint)
         if isinstance(error, OSError) and error.errno in _LIMITS:
-            _exit_with_error(f"{error.strerror} {where}" + (f": {error.filename}" if error.filename else ""))
+            _exit_with_error(f"{error.strerror} {where}" + (f": {error.filename}" if error.filename else "") + hint)
+        if is_compiler_error(error) and VERBOSE not in os.environ:
+            got = f"{first_line(error)}; {VERBOSE}=1 prints all of it"
+            _exit_with_error(f"trainer.compile: expected null, or blocks that torch.compile compiles, {where}; got {got}")
         if claim_error_report():
             raise
         sys.exit(1)
@@ -90,6 +99,11 @@ def only_first_prints(process: Process) -> Iterator[None]:
     except SystemExit:
         time.sleep(ORIGIN_WAIT)
         raise
+
+
+def hint_of(error: BaseException) -> str:
+    """Return how to continue after an error, for the end of its message; nothing if there is no checkpoint."""
+    return next((f"; {note}" for note in getattr(error, "__notes__", ()) if note.startswith(TO_CONTINUE)), "")
 
 
 def first_sentence(error: Exception) -> str:
@@ -125,12 +139,12 @@ def _exit_with_error(message: str, *, wait: float = 0) -> NoReturn:
     sys.exit(FAILED)
 
 
-def _exit_after_lost_connection(message: str) -> NoReturn:
+def _exit_after_lost_connection(message: str, hint: str = "") -> NoReturn:
     """Report a failed communication unless another rank of this machine has reported an error, and exit."""
     # torchrun sends SIGTERM to all ranks as soon as one has failed, but this rank may be the one that reports.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        _exit_with_error(f"{message}; another process has died, hangs or can't be reached", wait=REPORT_WAIT)
+        _exit_with_error(f"{message}; another process has died, hangs or can't be reached{hint}", wait=REPORT_WAIT)
     finally:
         distributed = sys.modules.get("torch.distributed")  # an error before the processes connect doesn't import torch
         if distributed is not None and distributed.is_initialized():

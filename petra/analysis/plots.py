@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -37,6 +39,22 @@ MOST_MARKERS = 60
 """Longer lines have no marker at each point."""
 READABLE_BARS = 70
 """Number of bars of median length that the detail of a timeline shows side by side, so that their labels are readable."""
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Draw with matplotlib's default settings, whatever the user's files and ``MPLBACKEND`` say (also a decorator).
+
+    The variable may name a backend that only the kernel of a notebook has, which ends the import of matplotlib.
+    """
+    backend = os.environ.pop("MPLBACKEND", None)
+    try:
+        from matplotlib import style
+    finally:
+        if backend is not None:
+            os.environ["MPLBACKEND"] = backend
+    with style.context("default"):
+        yield
 
 
 @dataclass(frozen=True)
@@ -94,6 +112,7 @@ def curve_panels(runs: Mapping[str, History], updates: Mapping[str, History] | N
     return found
 
 
+@own_settings()
 def timeline(intervals: Sequence[Interval], title: str = "", unit: str = "seconds", processes: Sequence[Sequence[int]] = ()) -> Any:
     """Return a figure with one row per stage and its intervals. Forwards and backwards are labelled with their microbatch.
 
@@ -162,6 +181,7 @@ def _mark_processes(axes: Any, stages: int, processes: Sequence[Sequence[int]]) 
     axes.set_ylim(stages - 0.5, -0.5)
 
 
+@own_settings()
 def grid(diagrams: Sequence[Panel], *, columns: int = 2, shaded: bool = False, title: str = "") -> Any:
     """Return a figure with diagrams in a grid, and one legend for all lines. Lines with the same name have the same colour.
 
@@ -248,6 +268,7 @@ def gradient_panels(rows: Sequence[Mapping[str, float]]) -> list[Panel]:
     return [Panel("microbatch", label, by_stage(rows, key), "symlog" if key in errors else "linear") for key, label in quantities]
 
 
+@own_settings()
 def save(figure: Any, *files: Path | StringIO, **options: Any) -> None:
     """Write a figure in the format of the suffix of each path (PNG, SVG or PDF), and as SVG to files in memory.
 

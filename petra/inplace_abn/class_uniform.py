@@ -74,7 +74,9 @@ def class_presence(files: Files) -> NDArray[np.bool_]:
     for pair in files.pairs:
         status = pair.labels.stat()
         digest.update(f"{pair.labels} {status.st_size} {status.st_mtime_ns}\n".encode())
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if cache.startswith("~"):  # a user without a home, as in containers
+        cache = os.devnull
     path = Path(cache) / "petra" / f"class_presence_{digest.hexdigest()[:32]}.npy"
     with suppress(OSError, ValueError, EOFError):  # not stored yet, or damaged
         found = np.load(path, allow_pickle=False)

@@ -119,6 +119,14 @@ class Checkpoints:
             wait_for([self._pending], seconds)
 
     def _write(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
+        try:
+            self._write_files(state, name, facts)
+        except Exception:
+            if self._rank == 0:  # also if another process has failed
+                shutil.rmtree(self.folder / f"{name}{PART}", ignore_errors=True)
+            raise
+
+    def _write_files(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
         draft = self.folder / f"{name}{PART}"
         with raise_on_all_ranks(self._group, f"Checkpoints.save({name})"), self._named_errors(name):
             if self._rank == 0:
@@ -152,17 +160,17 @@ class Checkpoints:
 
     @contextmanager
     def _named_errors(self, name: str) -> Iterator[None]:
-        """Convert errors of the file system, and of facts that JSON can't have, to errors that name it, and remove its draft."""
+        """Convert errors of the file system, and of facts that JSON can't have, to errors that name it."""
         try:
             yield
         except (OSError, TypeError) as error:
             reason = getattr(error, "strerror", None) or error
-            if self._rank == 0:
-                shutil.rmtree(self.folder / f"{name}{PART}", ignore_errors=True)
-            raise DataError(
-                f"checkpoint {self.folder / name}: cannot be written ({reason}); earlier checkpoints are intact, "
-                "resume=auto resumes from the newest"
-            ) from error
+            earlier = (
+                "earlier checkpoints are intact, resume=auto resumes from the newest"
+                if checkpoints(self.folder)
+                else "there is no earlier one"
+            )
+            raise DataError(f"checkpoint {self.folder / name}: cannot be written ({reason}); {earlier}") from error
 
 
 def checkpoints(folder: Path) -> list[Path]:

@@ -74,10 +74,12 @@ class WandbLogger(Logger):
             run_id = stored.read_text(encoding="utf-8").strip()
             if wandb.run is not None and wandb.run.id == run_id:  # of this process, before replicas were lost
                 wandb.run.finish()
-            for earlier in stored.parent.glob(f"offline-run-*-{run_id}"):
-                shutil.rmtree(earlier)
+        earlier = [*stored.parent.glob(f"offline-run-*-{run_id}")]
         mode = os.environ.get("WANDB_MODE", "offline")
         offline = mode == "offline"
+        if os.path.expanduser("~") == "~":  # a user without a home, as in containers
+            for name in ("CONFIG", "CACHE", "DATA"):
+                os.environ.setdefault(f"WANDB_{name}_DIR", str(stored.parent.absolute()))
         start: Any = wandb.init  # typed only where the extra is installed
         try:
             self._run: Any = start(
@@ -90,8 +92,12 @@ class WandbLogger(Logger):
                 resume=None if offline else "allow",
                 settings=wandb.Settings(console="off", silent=offline),
             )
-        except ValueError as error:  # of pydantic, for environment variables
-            raise ConfigError(f"logger: wandb can't start ({' '.join(str(error).split())})") from error
+        except Exception as error:  # of pydantic for environment variables, of wandb for keys and connections
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"logger: wandb can't start with WANDB_MODE={mode} ({reason})") from error
+        with writing(stored):
+            for path in earlier:
+                shutil.rmtree(path)
         if offline or not known:
             for row in rows:
                 self.log(row)

@@ -1,15 +1,19 @@
 """Figures: what they show, that nothing covers it."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib import rcParams
 
 from petra.analysis.plots import Panel, grid, svg, timeline
 from petra.analysis.timeline import read_trace, write_trace
 from petra.diagnostics.events import Interval, Kind
 from petra.errors import DataError
+from tests.support.processes import PIPES, environment
 
 
 def schedule(stages: int, microbatches: int) -> list[Interval]:
@@ -42,3 +46,26 @@ def test_pictures_of_a_page_take_its_colours_and_need_nothing_else() -> None:
         assert "#000000" not in text
         assert "currentColor" in text
         assert not re.search(r'(?:href|src)="(?!#)', text)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nosuch"])
+def test_drawing_does_not_depend_on_the_backend_of_a_notebook(backend: str, tmp_path: Path) -> None:
+    """The variable is checked when matplotlib is imported first, in a new process."""
+    code = "from petra.analysis.plots import *; save(grid([Panel('epoch', 'loss', {'a': [(1, 2.0)]})]), Path('x.png'))"
+    (tmp_path / "matplotlibrc").write_text("backend: nosuch\n")
+    drawn = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(MPLBACKEND=backend), **PIPES, timeout=60)
+    assert drawn.returncode == 0, drawn.stderr
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_drawing_does_not_depend_on_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    panel = Panel("epoch", "loss", {"test": [(1, 2.0), (2, 1.0)]})
+    expected = svg(grid([panel]))
+    for name, value in (("text.usetex", True), ("font.size", 20.0), ("axes.grid", True)):
+        monkeypatch.setitem(rcParams, name, value)
+    try:
+        found = svg(grid([panel]))
+    except (RuntimeError, OSError) as error:  # without LaTeX
+        found = str(error)
+    assert found == expected

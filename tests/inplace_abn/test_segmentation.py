@@ -150,6 +150,20 @@ def test_class_presence_is_cached_until_a_label_file_changes(root: Path, cache: 
         presence()
 
 
+def test_a_user_without_a_home_has_no_cache(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs with the number of a user alone."""
+    monkeypatch.setattr("pwd.getpwuid", lambda number: {}[number])
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    try:
+        found = load(root, sampling="class_uniform").train.order.presence.shape
+    except RuntimeError as error:
+        found = error
+    assert found == (6, CLASSES)
+    assert not Path("~").exists()
+
+
 @pytest.mark.parametrize("depth", [2, 4])
 def test_labels_of_few_bits_are_refused_without_a_palette(root: Path, depth: int) -> None:
     """Pillow scales greyscale values: with many classes, 1 of 4 bits would be class 17."""

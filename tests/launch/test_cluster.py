@@ -1,5 +1,6 @@
 """Nodes of a cluster: their ranks, environment variables of NCCL and gloo, GPUs of ranks, and several nodes at once."""
 
+import logging
 import os
 import re
 import sys
@@ -37,6 +38,7 @@ KUBERNETES = "PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=gpu PET_MASTER_ADD
         ("PET_NNODES=1:2", "PET_NNODES: expected one number, since the number of stages is fixed, got 1:2"),
         ("NNODES=2 MASTER_ADDR=a", "NODE_RANK: expected a value on each of 2 nodes, got nothing"),
         ("NNODES=2 NODE_RANK=0", "MASTER_ADDR: expected a value on each of 2 nodes, got nothing"),
+        (f"{SLURM} SLURM_LOCALID=1", "SLURM_LOCALID: expected 0: one petra node on each machine (srun --ntasks-per-node 1), got 1"),
         ("NPROC_PER_NODE=8,2", "NPROC_PER_NODE: expected one number, or one for each of 1 node(s), got 8,2"),
     ],
 )
@@ -86,10 +88,16 @@ def test_variables_for_nccl_and_gloo(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ],
 )
 def test_the_first_failure_is_one_line(
-    code: int, cause: str, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int,
+    cause: str,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(arguments: list[str]) -> None:
         assert arguments == ["--signals-to-handle", "SIGQUIT", "--standalone", "-m", "petra", "train", "k=1"]
+        logging.getLogger("torch.distributed.elastic.multiprocessing.api").error("failed (exitcode: %s) local_rank: 1", code)
         raise ChildFailedError("launch.train", {3: ProcessFailure(local_rank=1, pid=1, exitcode=code, error_file="")})
 
     monkeypatch.setattr("torch.distributed.run.main", fail)
@@ -97,6 +105,7 @@ def test_the_first_failure_is_one_line(
     with pytest.raises(SystemExit, match=str(status)):
         agent.run_agent(["--standalone"], "train", ["k=1"])
     assert capsys.readouterr().err == f"{cause}\n"
+    assert not caplog.records
 
 
 LIMIT = timedelta(seconds=20)

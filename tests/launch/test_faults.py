@@ -174,7 +174,7 @@ def test_a_run_folder_that_one_machine_alone_sees_is_refused_before_training(tmp
         "error: run_dir: expected a folder on storage that all machines share, or checkpoint.keep=0, "
         f"got run/checkpoints, which {socket.gethostname()} does not see"
     ]
-    assert [path.suffix for path in (tmp_path / "disk0" / "run" / "checkpoints").iterdir()] == [".part"]
+    assert not [*(tmp_path / "disk0").iterdir()]
 
 
 def slow_forward(rank: int) -> None:

@@ -1,5 +1,6 @@
 """A save that is killed, or that meets a full or read-only disk, leaves earlier checkpoints intact."""
 
+import errno
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn, serialization
 
 from petra import BlockSpec, Model, PetraError, Pipeline
+from petra.errors import DataError
 from petra.training import Checkpoints, records, sgd
 from petra.training import checkpoint as protocol
 from tests.support.nets import RandomSource, assert_equal, make_pipeline, restored, weights
@@ -148,3 +151,28 @@ def test_a_full_disk_leaves_checkpoints_intact(background: bool, disk: Path) -> 
     save()
     assert_equal(weights(restored(small(), disk / "c")), trained)
     assert {p.name for p in (disk / "c").iterdir()} == {"000000002"}
+
+
+@pytest.mark.parametrize("where", ["own tensors", "another process"])
+def test_a_first_save_that_fails_leaves_nothing_and_names_no_earlier_one(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def failing(*_: object) -> Iterator[None]:
+        yield
+        if any(tmp_path.rglob(f"*{protocol.TENSORS}")):
+            raise DataError("another process: cannot be written (No space left on device)")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if where == "own tensors":
+        monkeypatch.setattr(torch, "save", full)
+    else:
+        monkeypatch.setattr(protocol, "raise_on_all_ranks", failing)
+    pipeline = small()
+    pipeline.train(DATA, 1)
+    with pytest.raises(DataError) as error:
+        Checkpoints(tmp_path / "checkpoints").save(pipeline, {})
+    assert not [*(tmp_path / "checkpoints").iterdir()]
+    assert where != "own tensors" or str(error.value).endswith("(No space left on device); there is no earlier one")
