@@ -27,6 +27,7 @@ PROGRAMS = {
     "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_imagenet.py",
     "hosts": "-m stress.two_hosts",
     "slurm": "-m stress.slurm",
+    "silent_commands": "-m stress.silent_commands",
 }
 """Arguments of Python by name of the test."""
 
