@@ -54,7 +54,7 @@ def test_errors_appear_before_torch_is_imported() -> None:
         "petra train model._target_=mnist": "model._target_: expected petra.",
         "petra train k=0": "k: expected an integer >= 1, got 0",
         "petra train --nproc 2 data=mnist": "data: expected camvid, cifar10, ",
-        "petra train": "command line: expected arguments such as experiment=demo (about a minute)",
+        "petra train": "command line: expected arguments such as experiment=demo (about two minutes)",
         "petra evaluate nowhere": "command line: expected the folder of a run, got nowhere without a config.yaml",
         "petra evaluate run=x": "command line: expected the folder of a run first (petra COMMAND RUN), got run=x",
         "petra compare nowhere --out x.foo": "--out: expected a file name that ends in .png, .svg or .pdf, got x.foo",
