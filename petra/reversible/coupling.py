@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from petra.errors import ModelError, invalid
+from petra.errors import ModelError, invalid, require
 from petra.reversible.grid import Grid
 from petra.reversible.replay import autocast_to, derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
 from petra.specs import Streams
@@ -75,14 +75,16 @@ class Coupling(ReversibleBlock):
 
     def __init__(self, f: nn.Module) -> None:
         super().__init__()
+        require(isinstance(f, nn.Module), "f", "a module", type(f).__name__, ModelError)  # its weights would get no gradients
         self.f = f
         self.grid: Grid | None = None
         self._trained: list[nn.Parameter] | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
         f = self._evaluate(x2, context, seed)
-        if f.shape != x1.shape:
-            raise invalid("f", f"a function with outputs of the shape of its stream, {[*x1.shape]}", [*f.shape], ModelError)
+        if getattr(f, "shape", None) != x1.shape:
+            got = [*f.shape] if isinstance(f, Tensor) else type(f).__name__
+            raise invalid("f", f"a function with outputs of the shape of its stream, {[*x1.shape]}", got, ModelError)
         y2 = x1 + self._rounded(f)
         if self.grid is not None:
             self.grid.record(y2)

@@ -33,14 +33,18 @@ class ReversibleSequence(nn.Module):
         blocks: The blocks, in the order of the forward pass.
 
     Raises:
-        ModelError: In a forward pass, if a block changes a buffer that is no running statistic of a normalisation, if a hook
-            replaces a stream, if ``fully_shard`` was applied to a part of a block, or in a replica of ``nn.DataParallel``.
+        ModelError: If a block is not reversible. In a forward pass, if a block changes a buffer that is no running statistic of a
+            normalisation, if a hook replaces a stream, if ``fully_shard`` was applied to a part of a block, or in a replica of
+            ``nn.DataParallel``.
         RuntimeError: In the backward pass, if a parameter, buffer or mode of a block has changed since the forward pass.
     """
 
     def __init__(self, blocks: Iterable[ReversibleBlock]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        for i, block in enumerate(self.blocks):
+            got = type(block).__name__
+            require(isinstance(block, ReversibleBlock), f"block {i}", "a reversible block, such as Coupling(f)", got, ModelError)
         self._checked = False
 
     def forward(self, x1: Tensor, x2: Tensor) -> Pair:
@@ -63,15 +67,9 @@ class _Step:
     """One block's part in a forward pass and its backward pass.
 
     Args:
-        block, index, seed: The block, its position, and the seed of its random numbers.
         last: Whether it is the last block, which saves its output.
-        reconstructed: Output of a block, reconstructed by the backward pass of the block after it. The blocks of one forward pass
-            share it.
+        reconstructed: Output of a block, reconstructed by the backward pass of the block after it. All blocks share it.
         checked: Whether a forward pass has shown before that the block leaves its buffers as they are.
-
-    Attributes:
-        function: What evaluates the block.
-        done: Whether a backward pass has updated the running statistics.
     """
 
     def __init__(
@@ -114,13 +112,9 @@ class _Step:
         return y
 
     def require_unchanged(self) -> None:
-        """Check that the backward pass will evaluate what the forward pass has evaluated.
-
-        Raises:
-            RuntimeError: If not, as autograd does. The message names what has changed.
-        """
-        now, before, block = _state(self.block), self._state, self.block
-        if now != before:
+        """Raise the error of autograd if the backward pass would not evaluate what the forward pass has evaluated."""
+        if (now := _state(self.block)) != (before := self._state):
+            block = self.block
             named = (*block.named_parameters(), *block.named_buffers(), *block.named_modules())
             name = next((name for name, each in named if now.get(each) != before.get(each)), "a module")
             raise RuntimeError(
@@ -130,14 +124,12 @@ class _Step:
 
 
 def _state(block: nn.Module) -> dict[nn.Module | Tensor, object]:
-    """Return what an evaluation of a block depends on: the modes of its modules, and memory and versions of its tensors.
-
-    Running statistics are left out of normalisations in training mode, which do not read them.
-    """
+    """Return what an evaluation of a block depends on: the modes of its modules, and memory and versions of its tensors."""
     found = dict[nn.Module | Tensor, object]()
     for module in block.modules():
         found[module] = module.training
-        buffers = () if isinstance(module, NormBase) and module.training else module._buffers.values()
+        unread = isinstance(module, NormBase) and module.training  # running statistics
+        buffers = () if unread else module._buffers.values()
         for tensor in (*module._parameters.values(), *buffers):
             if tensor is not None:
                 found[tensor] = tensor.requires_grad, version_counter(tensor), storage_key(tensor)

@@ -6,6 +6,7 @@ The table of docs/reversible_layers.md names these tests.
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from petra.errors import ModelError
 from petra.reversible import Coupling, ReversibleSequence, TwoFunctionCoupling
+from tests.structure import ROOT
 from tests.support.processes import environment, run_processes
 
 
@@ -86,6 +88,28 @@ def assert_same(network: nn.Module, plain: nn.Module, tolerance: float = 1e-9) -
         assert p.grad is not None, name
         torch.testing.assert_close(p.grad, q.grad, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(dict(network.named_buffers()), dict(plain.named_buffers()))
+
+
+def plain_pair() -> tuple[Tensor, Tensor]:
+    x1, x2 = torch.randn(2, 2, 5, 4)
+    return x1, x2
+
+
+STUMBLES: dict[str, tuple[Callable[[], Any], str]] = {
+    "a plain module": (lambda: ReversibleSequence([nn.Linear(4, 4)]), "block 0: expected a reversible block, such as Coupling"),
+    "a function": (lambda: Coupling(lambda x: x), "f: expected a module, got function"),  # type: ignore[arg-type]
+    "several outputs": (
+        lambda: ReversibleSequence([Coupling(nn.GRU(4, 4))])(*plain_pair()),
+        r"f: expected a function with outputs of the shape of its stream, \[2, 5, 4\], got tuple",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STUMBLES)
+def test_what_newcomers_try(name: str) -> None:
+    call, message = STUMBLES[name]
+    with pytest.raises(ModelError, match=message):
+        call()
 
 
 # What changes between the forward and the backward pass
@@ -411,3 +435,44 @@ def test_the_layers_load_torch_only() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment())
     assert done.stdout.split() == ["petra"]
+
+
+# The page
+
+
+PAGE = (ROOT / "docs" / "reversible_layers.md").read_text(encoding="utf-8")
+
+
+def test_the_table_of_the_page_names_tests_of_this_file() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PAGE))
+    assert len(named) >= 15
+    assert named <= {*globals()}
+
+
+LIBRARIES: dict[str, tuple[str, str]] = {
+    # keys of block 1: its first function, its second one (RevLib's functions are blocks of their own)
+    "RevTorch": ("reversible_blocks.1.f_block.", "reversible_blocks.1.g_block."),
+    "memcnn": ("1._fn.Fm.", "1._fn.Gm."),
+    "RevLib": ("0-1.wrapped_module.wrapped_module.", "1-0.wrapped_module.wrapped_module."),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_states_of_other_libraries(name: str) -> None:
+    """Keys as their newest releases write them. All compute y1 = x1 + f(x2), y2 = x2 + g(y1)."""
+    torch.manual_seed(0)
+    f, g, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(2, 3, 4)
+    (code,) = re.findall(r"```python\n(import re\n.*?)```", PAGE, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    kind: Any = Coupling if name == "RevLib" else TwoFunctionCoupling
+    layers = ReversibleSequence(kind(*(nn.Linear(4, 4) for _ in range(1 + (kind is TwoFunctionCoupling)))) for _ in range(3))
+    first, second = LIBRARIES[name]
+    state = {f"{first}{key}": value for key, value in f.state_dict().items()}
+    state |= {f"{second}{key}": value for key, value in g.state_dict().items()}
+    layers.load_state_dict({scope["renamed"](key): value for key, value in state.items()}, strict=False)
+    y1 = x[0] + f(x[1])
+    streams: Any = (x[0], x[1])
+    for block in (layers.blocks[1], layers.blocks[2]) if name == "RevLib" else (layers.blocks[1],):
+        streams = block(*streams)
+    torch.testing.assert_close(streams, (y1, x[1] + g(y1)))
