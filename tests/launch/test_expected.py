@@ -4,15 +4,21 @@ import re
 from contextlib import redirect_stdout
 from dataclasses import replace
 from io import StringIO
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks import vision
+from benchmarks.records import RECORDS
+from launch.config.compose import compose_overrides
 from launch.plan import COMPARED, Candidate, main, recommend
 from launch.run.expected import Expected, Setting, expected, note
+from launch.run.folder import records_in
 from petra import METHODS, Keep, Weights
 from petra.cost_model.autotune import Tuned
+from tests.structure import ROOT
 from tests.support.commands import planned, refused
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
@@ -82,6 +88,35 @@ def test_the_loss_above_exact_gradients_is_on_a_line_between_measured_cells() ->
     assert expected(muon, 7.6) is None
     assert expected(replace(muon, optimizer="sgd"), 1.0) is None
     assert expected(None, 1.0) is None
+
+
+def test_the_preset_for_text_is_the_run_whose_loss_it_names() -> None:
+    words = "experiment=lm_parity method=petra optim=muon remedy=feedback optim.lr=6e-3 k=16 data.batch_size=1"
+    assert compose_overrides(["experiment=petra/text"]) == compose_overrides(
+        [*words.split(), "trainer.stages=8", "trainer.epochs=2"]
+    )
+    name = "lm_long_petra__small_microbatches__Muon__error_feedback_6e-3"
+    record, exact = (records_in(RECORDS / "language_models.jsonl")[each] for each in (name, "lm_long_backprop__Muon_6e-3"))
+    text = (ROOT / "conf/experiment/petra/text.yaml").read_text()
+    losses = [f"{each['summary']['test_loss']:.3f}" for each in (record, exact)]
+    assert re.findall(r"\d\.\d{3}", text) == losses
+    assert (record["k"], record["batch_size"], record["stages"], record["epochs"]) == (16, 1, 8, 2)
+
+
+def test_the_preset_for_images_is_the_benchmarks_best_with_sgd() -> None:
+    config = compose_overrides(["experiment=petra/images"])
+    rows = [
+        row for row in records_in(RECORDS / "vision.jsonl").values() if (row["method"], "test" in row) == ("petra, d = 1", True)
+    ]
+    assert (config.optim.lr, config.k, config.data.batch_size, config.trainer.epochs) == (
+        rows[0]["rate"],
+        vision.K,
+        vision.BATCH,
+        20,
+    )
+    assert (config.method.delay, config.model.options["width"], config.optim.name) == (1, vision.WIDTH, "sgd")
+    mean = f"{100 * fmean(row['test'] for row in rows):.2f} %"
+    assert mean in (ROOT / "conf/experiment/petra/images.yaml").read_text()
 
 
 @pytest.mark.parametrize(
