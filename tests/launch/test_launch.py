@@ -86,7 +86,6 @@ test_invalid_values = refuses(
     ("trainer.stages=11", "stages: expected 1 to 10, .*, got 11"),
     ("method.delay=1000000000", "method.delay: expected at most 10000 in total, got 9000000000"),
     ("optim=muon remedy=prediction", r"optim: expected adam, .*, which remedy\.prediction requires, got muon"),
-    ("method=dsp method.keep=graph trainer.precision=bf16", "method.keep: expected .* under autocast, got graph"),
     ("method.keep=[graph,input]", "method.keep: expected one value, or 10, one per block, got 2 values"),
     ("method.delay=auto method.fill=true method.flush=true", "method.delay: expected an integer >= 0 with method.fill=true"),
     ("remedy._target_=petra.staleness.Feedback remedy.discount=5", "remedy.discount: expected 0 with petra.staleness.Feedback"),
