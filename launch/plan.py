@@ -292,7 +292,12 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
 def with_expected(setup: Setup, rows: Sequence[Candidate]) -> tuple[list[Candidate], str | None]:
     """Return the methods with what staleness costs them, and the task of the benchmark; None if it trained no such run."""
     config, reversible = setup.config, any(profile.reversible for profile in setup.plan.layout.profiles)
-    settings = [setting_of(config, setup.unit, row.method, reversible=reversible) for row in rows]
+    settings = [
+        setting_of(config, setup.unit, row.method, reversible=reversible)
+        if row.tuned.keep is None
+        else None  # no mixture was trained
+        for row in rows
+    ]
     task = next((setting.task for setting in settings if setting is not None), None)
     if task is None or not in_range(task, setup.plan.parameters, _samples(setup)):
         return [*rows], None

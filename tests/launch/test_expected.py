@@ -51,7 +51,7 @@ def candidate(name: str, period: float, staleness: float, updates: float | None 
     prediction: Any = SimpleNamespace(period=period, staleness=(staleness,))
     memory: Any = (SimpleNamespace(total=1),)
     known = None if updates is None else Expected(0, 0, 0, updates)
-    return Candidate(METHODS[name], Tuned((1,), 2, (), ()), prediction, 0, 0.0, memory, known)
+    return Candidate(METHODS[name], Tuned((1,), 2, (), ()), prediction, 0, 0.0, memory, 1.0, known)
 
 
 def test_the_recommendation_goes_by_the_time_to_a_loss_where_it_is_known(
