@@ -35,7 +35,7 @@ def test_label_smoothing_is_for_training_only() -> None:
 
 def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    settings = ("trainer.export=pt", "optim.average=0.9", "trainer.limit_batches=3", "trainer.stages=3", "logger=jsonl")
+    settings = ("trainer.export=pt", "optim.average=0.9", "trainer.limit_batches=3", "trainer.stages=3", "logger=jsonl", "k=3")
     train(*TINY, f"run_dir={folder}", *settings)
     (row,) = lines(folder / "metrics.jsonl")
     assert row["microbatches"] == 3
