@@ -7,16 +7,22 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from petra.errors import ConfigError, DataError, ModelError, PetraError, invalid, require
+from petra.torch_private import default_group_timeout
 
 SAME_KIND = {ConfigError, DataError, ModelError}
 """Classes of errors that :func:`raise_on_all_ranks` keeps. Their messages are all that they need."""
 run_collective: ContextVar[Callable[[Callable[[], object]], object]] = ContextVar("run_collective", default=lambda call: call())
 """Runs a collective of :func:`all_gather_objects`. An elastic run ends it if another process is lost (:mod:`petra.elastic`)."""
+
+
+_messages: list[Callable[[], dist.ProcessGroup | None]] = [lambda: None]
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None, call: str | None = None) -> list[Any]:
@@ -38,6 +44,22 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None, call:
         got = f"{found[0][0] or 'another call'} on rank 0 and {other or 'another call'} on rank {rank}"
         require(other == found[0][0], "calls", "the same on all ranks, in the same order", got, PetraError)
     return [value for _, value in found]
+
+
+def message_group() -> dist.ProcessGroup | None:
+    """Return the group for messages between two ranks; None for that of the caller. Every rank must call this function.
+
+    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, torch numbers the operations of each rank in a group, messages included, and compares
+    the numbers at each collective. Ranks send different numbers of messages, so these have a group without collectives.
+    """
+    if not dist.is_initialized() or c10d.get_debug_level() != c10d.DebugLevel.DETAIL:
+        return None
+    group = _messages[0]()
+    if group is None:
+        group = dist.new_group(timeout=default_group_timeout(torch.device("cpu")))
+        _messages[0] = ref(group)
+        dist.barrier(group)  # batch_isend_irecv must not be its first operation
+    return group
 
 
 def bind_device(device: torch.device | str) -> torch.device:

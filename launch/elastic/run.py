@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from petra.distributed import all_gather_objects
+from petra.distributed import all_gather_objects, message_group
 from petra.elastic.liveness import Member
 from petra.elastic.membership import Membership, MembershipChanged
 from petra.elastic.replicas import ElasticReplicas, ElasticTrainer
@@ -148,12 +148,13 @@ def share(handover: Handover | None, membership: Membership) -> Handover | None:
     first = gathered[0]
     if first is None:
         return None
+    group = message_group()
     message = [None if handover is None else handover.state]
     for receiver in range(processes, dist.get_world_size()):
         if rank == receiver % processes:
-            dist.send_object_list(message, receiver, device=torch.device("cpu"))
+            dist.send_object_list(message, receiver, group, torch.device("cpu"))
         if rank == receiver:
-            dist.recv_object_list(message, receiver % processes, device=torch.device("cpu"))
+            dist.recv_object_list(message, receiver % processes, group, torch.device("cpu"))
     first.state = message[0] or {}
     return first
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from petra.data import DECODED, Dataset, EvalSource, TrainSource, microbatch_form
 from petra.data.prefetch import TIMEOUT
-from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.distributed import all_gather_objects, message_group, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
 from petra.inplace_abn import PIXEL_DATASETS
 from petra.plan.layout import Layout
@@ -110,7 +110,7 @@ def _distribute(loaded: Dataset | None, rank: int, first: int, last: int) -> Dat
         loaded: The data set, on the ranks of the first stages, or on all ranks.
     """
     outlines: list[Dataset | None] = all_gather_objects(None if loaded is None else loaded.part())
-    outline = outlines[0]
+    outline, group = outlines[0], message_group()
     assert outline is not None
     counts = [found and f"{found.train.count} training samples and {found.test.count} test samples" for found in outlines]
     for other, count in enumerate(counts):
@@ -118,9 +118,9 @@ def _distribute(loaded: Dataset | None, rank: int, first: int, last: int) -> Dat
     if last == first or None not in outlines:
         return loaded or outline
     if loaded is not None:
-        dist.send_object_list([loaded.part(targets=True)], dst=last)
+        dist.send_object_list([loaded.part(targets=True)], last, group)
         return loaded.part(inputs=True)
     received = [outline]
     if rank == last:
-        dist.recv_object_list(received, src=first)
+        dist.recv_object_list(received, first, group)
     return received[0]

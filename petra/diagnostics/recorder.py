@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from petra.diagnostics.events import Interval, Kind, split_waits
-from petra.distributed import all_gather_objects
+from petra.distributed import all_gather_objects, message_group
 from petra.hooks import Hook
 from petra.pipeline import Pipeline
 from petra.specs import Message, Streams
@@ -196,19 +196,20 @@ def clock_offset(rounds: int = 9) -> float:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return 0.0
     machines: list[str] = all_gather_objects(platform.node())
+    group = message_group()
     rank, shortest, offset = dist.get_rank(), float("inf"), 0.0
     token = torch.zeros(1, dtype=torch.float64)
     for other in (r for r, machine in enumerate(machines) if machine != machines[0]):
         for _ in range(rounds):
             if rank == other:
                 sent = time.perf_counter()
-                dist.send(token, 0)
-                dist.recv(token, 0)
+                dist.send(token, 0, group)
+                dist.recv(token, 0, group)
                 answered = time.perf_counter()
                 if answered - sent < shortest:
                     shortest, offset = answered - sent, float(token) - (sent + answered) / 2
             elif rank == 0:
-                dist.recv(token, other)
+                dist.recv(token, other, group)
                 token[0] = time.perf_counter()
-                dist.send(token, other)
+                dist.send(token, other, group)
     return offset

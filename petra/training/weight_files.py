@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petra.distributed import message_group
 from petra.errors import ConfigError, DataError, ModelError, first_line, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.records import replaced, writing
@@ -38,7 +39,7 @@ def gathered_blocks(pipeline: Pipeline) -> Iterator[tuple[str, State]]:
     The other processes send their blocks, one at a time, and yield nothing. All processes must exhaust the iterator. States are on
     the CPU.
     """
-    own = dict(pipeline.blocks())
+    own, group = dict(pipeline.blocks()), message_group()
     for process, stages in enumerate(pipeline.plan.layout.processes):
         rank = process * pipeline.plan.layout.tp
         for block in (b for j in stages for b in pipeline.plan.layout.stages[j]):
@@ -48,9 +49,9 @@ def gathered_blocks(pipeline: Pipeline) -> Iterator[tuple[str, State]]:
             if pipeline.rank == rank:
                 message = [{key: value.detach().to("cpu", copy=True) for key, value in state.items()}]
                 if rank != 0:
-                    dist.send_object_list(message, 0, device=torch.device("cpu"))
+                    dist.send_object_list(message, 0, group, torch.device("cpu"))
             elif pipeline.rank == 0:
-                dist.recv_object_list(message, rank, device=torch.device("cpu"))
+                dist.recv_object_list(message, rank, group, torch.device("cpu"))
             if pipeline.rank == 0:
                 yield name, message[0]
 

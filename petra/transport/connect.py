@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from petra.distributed import all_gather_objects
+from petra.distributed import all_gather_objects, message_group
 from petra.errors import ModelError, invalid, require
 from petra.plan import Plan
 from petra.plan.messages import Boundary
@@ -63,9 +63,11 @@ def open_transport(plan: Plan, device: torch.device, group: dist.ProcessGroup | 
         return LocalTransport()
     if plan.transport == "edge":
         return EdgeTransport(packed, len(processes), plan.layout.tp)
-    # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.
-    dist.barrier(group, device_ids=[device.index] if device.type == "cuda" and packed else None)
-    return LockstepTransport(packed, processes, dist.get_rank(), group, plan.layout.tp)
+    messages = message_group()
+    if messages is None:
+        # If batch_isend_irecv is a group's first call, all ranks must take part. After this barrier, two may call it alone.
+        dist.barrier(group, device_ids=[device.index] if device.type == "cuda" and packed else None)
+    return LockstepTransport(packed, processes, dist.get_rank(), messages or group, plan.layout.tp)
 
 
 def pack_boundaries(plan: Plan, device: torch.device) -> list[tuple[Packing, Packing, int]]:

@@ -1,0 +1,42 @@
+"""Runs with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, in which torch compares what ranks do in each group."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from petra import Runtime
+from petra.training import export
+from tests.support.nets import RandomSource, assert_equal, mixed, weights
+from tests.support.processes import start
+
+
+def begin(rank: int, world: int, folder: Path) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+
+
+def train(rank: int, folder: str) -> dict[str, Tensor]:
+    """Train three stages over both transports, so that the ranks send different numbers of messages, and collect the weights."""
+    found: dict[str, Tensor] = {}
+    for transport in ("lockstep", "edge"):
+        pipeline = mixed(stages=3, runtime=Runtime(transport=transport))  # type: ignore[arg-type]
+        pipeline.train(RandomSource(), 3)
+        export(pipeline, Path(folder, f"{transport}.pt"))
+        assert pipeline.train(RandomSource(), 2).targets == 8
+        found |= {f"{transport}/{key}": value for key, value in weights(pipeline).items()}
+    return found
+
+
+@pytest.mark.processes
+def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    ranks = start(3, train, tmp_path, str(tmp_path), timeout=120, begin=begin).require()
+    found = {key: value for rank in ranks for key, value in rank.items()}
+    expected = mixed(stages=3)
+    for count in (3, 2):
+        expected.train(RandomSource(), count)
+    assert_equal(found, {f"{transport}/{key}": t for transport in ("lockstep", "edge") for key, t in weights(expected).items()})
