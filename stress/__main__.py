@@ -25,6 +25,7 @@ PROGRAMS = {
     "soak_edge": "-m stress.soak --microbatches 20000 --transport edge",
     "configurations": "-m pytest -q --hypothesis-profile=long --timeout 0 tests/launch/test_fuzz_configs.py",
     "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_imagenet.py",
+    "silent_data": "-m stress.silent_data",
     "hosts": "-m stress.two_hosts",
     "slurm": "-m stress.slurm",
     "silent_commands": "-m stress.silent_commands",
