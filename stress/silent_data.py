@@ -1,7 +1,7 @@
 """Compare data, tokenizers, images, evaluation, reports and plans with values from elsewhere: ``python -m stress.silent_data``.
 
-Each try has an expectation that does not come from petra: plain Python, numpy, Pillow, tokenizers, torch or arithmetic. Prints a line
-for each with its area, and exits with status 1 if one is wrong. ``--only TEXT`` runs those with a text in their names.
+Each try has an expectation that does not come from petra: plain Python, numpy, Pillow, tokenizers, torch or arithmetic. Prints a
+line for each with its area, and exits with status 1 if one is wrong. ``--only TEXT`` runs those with a text in their names.
 """
 
 import io
@@ -113,7 +113,7 @@ def labels_of_an_interlaced_palette_png_are_its_indices(folder: Path) -> tuple[o
     image.putpalette([value for i in range(256) for value in (255 - i, 7 * i % 256, 0)])
     image.save(folder / "a.png", interlace=1, transparency=2)
     values = LabelValues({0: 0, 1: 1, 2: 2, 3: 3}, [4], "from 0 to 3, or 4")
-    return np.where(indices == 4, -100, indices).tolist(), values.read(folder / "a.png").tolist()
+    return np.where(indices == 4, -100, indices.astype(int)).tolist(), values.read(folder / "a.png").tolist()
 
 
 @attempt("images")
@@ -127,7 +127,7 @@ def predictions_are_those_of_plain_torch(folder: Path) -> tuple[object, object]:
     from omegaconf import OmegaConf
 
     from launch.run.folder import read_config
-    from launch.run.targets import model_of
+    from launch.run.build import model_of
 
     network = model_of(read_config(folder / "r/config.yaml", OmegaConf.create(), trusted=False)).build(0)
     network.load_state_dict(load(folder / "r/model.pt"))
@@ -179,7 +179,7 @@ def the_two_parts_of_a_text_are_its_bytes(folder: Path) -> tuple[object, object]
 
 @attempt("data sets")
 def windows_do_not_cross_files(folder: Path) -> tuple[object, object]:
-    """Over three files of lengths that nothing divides, each token but the first of a file is predicted once from the one before."""
+    """Over three files of any lengths, each token but the first of a file is predicted once, from the one before."""
     rng, expected = np.random.default_rng(4), Counter[tuple[int, int]]()
     for name, length in (("train_0", 90), ("val_0", 23), ("val_1", 64), ("val_2", 5)):
         words = rng.integers(0, 300, length).astype("<u2")
@@ -267,7 +267,7 @@ class Uniform(nn.Module):
         self.w = nn.Parameter(torch.zeros(300))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return (self.w * torch.ones(*tokens.shape, 1)).flatten(0, 1)
+        return (self.w * self.w.new_ones(*tokens.shape, 1)).flatten(0, 1)
 
 
 def pipeline_of(block: Callable[[], nn.Module], spec: TensorSpec, **recipe: Any) -> Pipeline:

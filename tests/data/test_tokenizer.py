@@ -107,6 +107,17 @@ def test_a_vocabulary_with_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[st
         load_dataset("tokens", root=tmp_path / str(gap), size=8, classes=int(found))
 
 
+def test_every_text_must_be_given_back(tmp_path: Path) -> None:
+    """Also the last of many: a vocabulary that composes letters changes a text that has a decomposed one."""
+    tokenize(tmp_path)
+    vocabulary = tokenizers.Tokenizer.from_file(str(tmp_path / "tokens" / "tokenizer.json"))
+    vocabulary.normalizer = tokenizers.normalizers.NFC()
+    texts = [("train", f"text {i}") for i in range(50)]
+    tokenizer.write_tokens(texts, ["train"], vocabulary, tmp_path / "composed")
+    with pytest.raises(DataError, match=r"--vocabulary: expected a vocabulary that gives the text back, got 'cafe?.' for 'cafe"):
+        tokenizer.write_tokens([*texts, ("train", "cafe\u0301")], ["train"], vocabulary, tmp_path / "decomposed")
+
+
 @pytest.mark.parametrize("line", ['{"text": null}', '{"content": "a"}', "[1, 2", '"text"'])
 def test_a_line_without_a_text_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' + line + "\n")
