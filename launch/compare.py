@@ -14,12 +14,14 @@ from petra.errors import DataError, first_line, require
 from petra.method import METHODS
 
 from .config.schema import SECTIONS
-from .run.folder import CHANGES, CONFIG, RECORD, epochs_in, flat, load_config, records_in, rows_of, updates_in
+from .run.folder import CHANGES, CONFIG, RECORD, best_accuracy, epochs_in, flat, load_config, records_in, rows_of, updates_in
 from .runtime.terminal import command, parser_for, path_argument, table
 
 ALWAYS = {"data": "data", "method": "method.name", "d": "method.delay", "k": "k"}
 """Columns of every table, with their keys."""
-RESULTS = ("epochs", "train loss", "test loss", "test accuracy", "best")
+RESULTS = ("epochs", "train loss", "test loss", "test accuracy", "best test accuracy")
+QUALIFYING = ("data.split", "trainer.limit_batches", "trainer.label_smoothing", "trainer.bootstrap", "optim.average")
+"""Keys that say of what the results are. They have a column if a run has set one."""
 RECORDED = {
     **{"data": "data", "method": "method.name", "delay": "method.delay", "k": "k", "epochs": "trainer.epochs", "model": "model"},
     **{"optimizer": "optim", "learning_rate": "optim.lr", "batch_size": "data.batch_size", "seed": "seed", "remedy": "remedies"},
@@ -124,16 +126,16 @@ def _shown(settings: Mapping[str, Any], key: str) -> str:
 
 
 def _table(runs: Mapping[str, dict[str, Any]]) -> str:
-    differing = _differing(runs)
+    said = [key for key in QUALIFYING if any(run["settings"].get(key) not in (None, "", 0.0) for run in runs.values())]
+    differing = list(dict.fromkeys([*_differing(runs), *said]))
     header = ["run", *ALWAYS, *differing, *RESULTS]
     return table(header, [_cells(name + run["mark"], run, [*ALWAYS.values(), *differing]) for name, run in runs.items()])
 
 
 def _cells(name: str, run: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     last, settings = run["rows"][-1], run["settings"]
-    accuracies = [row["test_accuracy"] for row in run["rows"] if "test_accuracy" in row]
     results = [f"{last[key]:.4f}" for key in ("train_loss", "test_loss")]
-    results += [f"{accuracies[-1]:.2%}", f"{max(accuracies):.2%}"] if accuracies else ["", ""]
+    results += [f"{last['test_accuracy']:.2%}", f"{best_accuracy(run['rows']):.2%}"] if "test_accuracy" in last else ["", ""]
     return [name, *(_shown(settings, key) for key in keys), f"{last['epoch']} of {settings.get('trainer.epochs')}", *results]
 
 

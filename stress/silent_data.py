@@ -126,8 +126,8 @@ def predictions_are_those_of_plain_torch(folder: Path) -> tuple[object, object]:
     paths = sorted((folder / "d/val").glob("*/*"))
     from omegaconf import OmegaConf
 
-    from launch.run.folder import read_config
     from launch.run.build import model_of
+    from launch.run.folder import read_config
 
     network = model_of(read_config(folder / "r/config.yaml", OmegaConf.create(), trusted=False)).build(0)
     network.load_state_dict(load(folder / "r/model.pt"))
@@ -139,7 +139,7 @@ def predictions_are_those_of_plain_torch(folder: Path) -> tuple[object, object]:
         left, top = round((image.width - 16) / 2), round((image.height - 16) / 2)
         pixels = np.asarray(image.crop((left, top, left + 16, top + 16)), np.float32) / 255
         x = torch.from_numpy((pixels - MOMENTS[0]) / MOMENTS[1]).float().permute(2, 0, 1)[None]
-        share, label = network.eval()(x).softmax(1)[0].max(0)
+        share, label = network.eval()(x).softmax(1)[0].detach().max(0)
         expected.append(f"class {int(label)} (n{int(label):02}), {float(share):.1%}")
     return expected, [line.split(": ", 1)[1] for line in called(predict.main, "r", *paths).splitlines()]
 

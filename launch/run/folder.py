@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,12 @@ def epochs_in(folder: Path) -> list[dict[str, Any]]:
     for a, b in pairwise(row["epoch"] for row in rows):
         require(a < b, str(folder / METRICS), "epochs in order", f"{b} after {a}", DataError)
     return rows
+
+
+def best_accuracy(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the highest test accuracy of some epochs, of which some may have none; NaN if none has one."""
+    known = [row["test_accuracy"] for row in rows if not isnan(row.get("test_accuracy", nan))]
+    return max(known, default=nan)
 
 
 def updates_in(folder: Path, clock: int | None = None) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
 
 from ..config.schema import Config
-from .folder import CONFIG, epochs_in, gradients_in, summary_in, updates_in
+from .folder import CONFIG, best_accuracy, epochs_in, gradients_in, summary_in, updates_in
 
 REPORT = "report.html"
 SPEED = "_per_second"
@@ -41,6 +41,7 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
         rows=rows,
         summary=summary,
         value_text=value_text,
+        best_accuracy=best_accuracy,
         timeline=svg(timeline(intervals, processes=processes)) if intervals else "",
         config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
         **{section: [_drawn(panel, section) for panel in panels] for section, panels in _panels(folder, rows, summary).items()},

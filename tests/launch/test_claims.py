@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from launch import evaluate, resume
+from launch import compare, evaluate, report, resume
 from petra.diagnostics.process_memory import peak_memory
 from petra.engine.totals import Result
 from petra.training import Lines
@@ -38,6 +38,10 @@ def test_parts_smoothing_and_averages_are_named(
     found = json.loads(capsys.readouterr().out)
     assert (found["evaluated"], found["images"]) == ("test (first 1 of 2 microbatches)", 8)
     assert found["loss"] != lines(Path("r/metrics.jsonl"))[0]["test_loss"], "its weights are those without the average"
+    compare.main(["r"])
+    header, _, cells = ([cell.strip() for cell in line.split("|")] for line in capsys.readouterr().out.splitlines())
+    said = {"trainer.limit_batches": "1", "trainer.label_smoothing": "0.1", "optim.average": "0.9"}
+    assert said.items() <= dict(zip(header, cells, strict=True)).items()
     monkeypatch.setattr("sys.argv", ["petra", "r", "trainer.epochs=2"])
     resume.main()
     assert re.search(
@@ -63,3 +67,20 @@ def test_the_peak_of_memory_is_not_that_of_the_process_that_started_this_one(mon
     monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=2**40))
     total = int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024  # type: ignore[index]
     assert 2**24 < peak_memory(torch.device("cpu")) < total
+
+
+def test_the_best_epoch_is_one_that_has_an_accuracy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An epoch without targets has none; the order of the epochs does not matter."""
+    monkeypatch.chdir(tmp_path)
+    train(*TINY, "k=1", "run_dir=r")
+    (row,) = lines(Path("r/metrics.jsonl"))
+    rows = [row | {"epoch": e, "test_accuracy": value} for e, value in ((1, None), (2, 0.5), (3, 0.4))]
+    Path("r/metrics.jsonl").write_text("".join(json.dumps(found) + "\n" for found in rows))
+    Path("r/summary.json").unlink()
+    capsys.readouterr()
+    compare.main(["r"])
+    assert capsys.readouterr().out.rstrip().endswith("| 40.00% | 50.00% |")
+    report.main(["r"])
+    assert re.search(r"<b>50\.00%</b>\s*<span>best test accuracy", Path("r/report.html").read_text())
