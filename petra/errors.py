@@ -100,8 +100,9 @@ def user_path(name: str, path: str | Path) -> Path:
         name: The key, argument or variable, for the message.
 
     Raises:
-        ConfigError: If the home folder is unknown.
+        ConfigError: If the path is empty, which would be the working directory, or the home folder is unknown.
     """
+    require(str(path) != "", name, "a path, such as . for the working directory", "nothing")
     found = expanduser(path)
     expected = "a path without ~, since the home folder is unknown (./~ is a folder of this name)"
     require(not found.startswith("~"), name, expected, path)

@@ -182,6 +182,8 @@ def check(config: Config, process: Process) -> None:
         ConfigError: If a value is not accepted. The message names the key.
     """
     trainer, alone = config.trainer, process.world == 1
+    threads = os.environ.get(THREADS, "1").partition(",")[0].strip()  # OpenMP takes the cores of the machine for any other text
+    require(threads.isdecimal() and int(threads) > 0, f"environment variable {THREADS}", "an integer >= 1", threads or "nothing")
     located = config.resume is None or config.run_dir is not None
     require(located, "resume", "auto only with run_dir=<the run's folder>", AUTO)
     require(config.resume_change is None or config.resume is not None, "resume_change", "null without resume", config.resume_change)

@@ -43,6 +43,7 @@ LAUNCHERS = {
     "PALS": ("PALS_RANKID", "PALS_SIZE"),
     "JSM": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
     "Flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    "Kubeflow, which petra node joins": ("PET_NODE_RANK", "PET_NNODES"),
 }
 """Variables of programs that start several tasks: rank of a task, then number of tasks (the first that is set counts)."""
 DUMPS = "TORCH_FR_DUMP_TEMP_FILE"

@@ -210,6 +210,7 @@ def test_environment_variables_of_a_rank(variables: str, message: str, monkeypat
         ("PMI_RANK=0 PMI_SIZE=2", "PMI_RANK: .* got 2 tasks of PMI"),
         ("PMIX_RANK=3", "PMIX_RANK: .* got several tasks of PMIx"),
         ("MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2", "MV2_COMM_WORLD_RANK: .* got 2 tasks of MVAPICH"),
+        ("PET_NODE_RANK=0 PET_NNODES=2 PET_MASTER_ADDR=a", "PET_NODE_RANK: .* got 2 tasks of Kubeflow, which petra node joins"),
         ("PMI_RANK=0 PMI_SIZE=1", None),
         ("SLURM_PROCID=0 SLURM_NTASKS=8", None),  # in the script of a job
         ("SLURM_NTASKS=8", None),  # in a terminal of salloc

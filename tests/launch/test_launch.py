@@ -121,6 +121,19 @@ test_errors_of_hydra_are_one_line = refuses(
 )
 
 
+@pytest.mark.parametrize("value", ["abc", "0", "", "-1", "2.5"])
+def test_a_number_of_threads_that_openmp_ignores_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take all cores, and results are equal bit for bit only for the same number."""
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    with pytest.raises(
+        ConfigError, match=f"^environment variable OMP_NUM_THREADS: expected an integer >= 1, got {value or 'nothing'}$"
+    ):
+        planned()
+    for accepted in ("2", "4,3,2"):
+        monkeypatch.setenv("OMP_NUM_THREADS", accepted)
+        planned()
+
+
 def test_a_gpu_for_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

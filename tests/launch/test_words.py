@@ -118,6 +118,16 @@ def test_a_home_that_is_unknown_is_one_line(call: Callable[[str], object]) -> No
     assert "expected a path without ~, since the home folder is unknown (./~ is a folder of this name)" in str(told)
 
 
+@pytest.mark.parametrize("words", [("run_dir=",), ("run_dir=''",), ("data=text", "model=gpt", "data.root=")])
+def test_an_empty_path_is_not_the_working_directory(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``run_dir=$FOLDER`` with a variable that is not set."""
+    monkeypatch.chdir(tmp_path)
+    assert str(read(*words)).endswith(": expected a path, such as . for the working directory, got nothing")
+    assert "expected a path" in refused(evaluate.main, ["", "--weights", ""])
+
+
 HYDRA = (
     ("hydra.run.dir=out", "hydra.run.dir: expected run_dir=FOLDER, the folder of the run, got out"),
     ("hydra.sweep.dir=out", "hydra.sweep.dir: expected run_dir, such as 'run_dir=runs/k${k}' for the folders of a sweep over k"),
