@@ -10,10 +10,8 @@ import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NoReturn
-from unittest.mock import patch
+from typing import Any
 
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -31,6 +29,25 @@ PIECES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,\[\]()]+""")
 """Quoted texts, and what is between the separators of lists, sweeps and functions."""
 FLAGS = ("--nproc", "--multirun", "--config-dir", "--cfg", "--trust", "--help")
 """Flags of commands that compose a configuration, for messages."""
+HYDRA_FLAGS = (
+    *(
+        "--help",
+        "-h",
+        "--hydra-help",
+        "--version",
+        "--cfg",
+        "-c",
+        "--resolve",
+        "--package",
+        "-p",
+        "--run",
+        "-r",
+        "--multirun",
+        "-m",
+    ),
+    *("--shell-completion", "-sc", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--info", "-i"),
+)
+"""Flags of Hydra's parser."""
 SWEPT = "such as 'run_dir=runs/k${k}' for the folders of a sweep over k"
 INSTEAD: dict[str, tuple[Any, str]] = {
     "run.dir": (".", "run_dir=FOLDER, the folder of the run"),
@@ -132,14 +149,8 @@ def check_words(words: Sequence[str]) -> None:
     Raises:
         ConfigError: If one is not. The message names what may be meant.
     """
-
-    def fail(message: str) -> NoReturn:
-        raise ConfigError(f"command line: {message}")
-
-    with patch.object(parser := get_args_parser(), "error", fail):
-        _, others = parser.parse_known_args(list(words))
-    for word in others:
-        if word.startswith("-"):
+    for word in words:
+        if word.startswith("-") and word.partition("=")[0] not in HYDRA_FLAGS:
             raise unknown_flag(word)
     for word in words:
         name = word.lstrip("+~").partition("=")[0]

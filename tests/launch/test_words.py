@@ -174,7 +174,7 @@ MISTAKES = (
     ("--batch-size=8", "command line: no flag --batch-size; did you mean data.batch_size=8?"),
     ("--nprocs 4", "command line: no flag --nprocs; did you mean --nproc?"),
     ("--something", "command line: no flag --something; keys are set by KEY=VALUE, and --help lists both"),
-    ("--cfg", "command line: argument --cfg/-c: expected one argument"),
+    ("--experimental-rerun x", "command line: no flag --experimental-rerun"),
     ("demo", "command line: expected experiment=demo, got demo"),
     ("revnet34", "command line: expected model=revnet34, got revnet34"),
     ("model=revnet19", "model: expected revnet18, another name (deeplabv3, gpt, gpt_4m, ...; --help lists all) or one of your own"),
