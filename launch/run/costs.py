@@ -132,7 +132,7 @@ def _memory(setup: Setup, known: Known) -> list[PredictedMemory]:
     """Predict the memory of each process of a replica."""
     recipe = setup.recipe()
     recipe.check(setup.plan)
-    return predict_memory(setup.plan, recipe, _targets(setup), known)
+    return predict_memory(setup.plan, recipe, _targets(setup), known, device_type=setup.device.type)
 
 
 def _targets(setup: Setup) -> TensorSpec:

@@ -21,6 +21,7 @@ from petra.plan import Plan
 from petra.plan.messages import returns_activations
 from petra.plan.timetable import PeriodicRounds, Round, Timetable
 from petra.specs import MessageSpec, PackedPart, TensorSpec
+from petra.transport.edge import posted_receives
 
 Numbers = NDArray[np.int64]
 WORKSPACE = 32 * 2**20
@@ -61,14 +62,17 @@ class PredictedMemory:
         return self.tensors + self.workspace
 
 
-def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known | None = None) -> list[PredictedMemory]:
+def predict_memory(
+    plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known | None = None, *, device_type: str = "cuda"
+) -> list[PredictedMemory]:
     """Predict the memory of each process of a pipeline, and of its stages. Needs neither a GPU nor the memory that it predicts.
 
     Args:
-        plan: Plan of the run. Between processes, the lockstep transport is assumed.
+        plan: Plan of the run. On GPUs, the lockstep transport is assumed between processes.
         recipe: Training settings. Their functions are called with tensors without data.
         targets: Shape and type of a microbatch's targets (of a replica's share).
         known: As for :func:`petra.cost_model.stage_memory.count_stage`.
+        device_type: ``cpu`` or ``cuda``. On CPUs, the edge transport has buffers of messages that have not arrived.
 
     Raises:
         PetraError: If this torch has no FakeTensorMode.
@@ -83,7 +87,7 @@ def predict_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known
     double = [own.weights is Weights.DOUBLE for own in plan.stages]
     update = np.maximum(update, double * _column(stages, "version"))  # the new version exists before the last one is freed
     peaks, most, at_most = np.zeros(len(stages), np.int64), np.zeros(len(processes), np.int64), np.zeros(len(stages), np.int64)
-    for round_, state in _states(plan, stages, owner, remote):
+    for round_, state in _states(plan, stages, owner, remote, posted=device_type == "cpu" and plan.transport == "edge"):
         f, b = round_.stages[round_.forward], round_.stages[~round_.forward]
         whole = np.add.reduceat(state, begins)[owner]
         np.maximum.at(peaks, f, (whole + forward)[f])
@@ -143,9 +147,13 @@ def _drain(plan: Plan, stages: Sequence[StageMemory]) -> Numbers:
 
 
 def _states(
-    plan: Plan, stages: Sequence[StageMemory], owner: Numbers, remote: NDArray[np.bool_]
+    plan: Plan, stages: Sequence[StageMemory], owner: Numbers, remote: NDArray[np.bool_], *, posted: bool
 ) -> Iterator[tuple[Round, Numbers]]:
-    """Yield each round with the bytes of each stage that exist while it runs, besides its temporary and its fixed memory."""
+    """Yield each round with the bytes of each stage that exist while it runs, besides its temporary and its fixed memory.
+
+    Args:
+        posted: Whether receives are posted before their messages are due, each with a buffer.
+    """
     copied = np.array([stage.weights is not Weights.CURRENT for stage in plan.stages])
     casts, stored, version, graph = (_column(stages, name) for name in ("casts", "stored", "version", "graph_version"))
     double = np.array([stage.weights is Weights.DOUBLE for stage in plan.stages])
@@ -156,6 +164,8 @@ def _states(
     k, flush = plan.k, plan.flush_every
     delays = np.array(plan.delays) * (flush is None)  # otherwise no update separates forward and backward
     rounds = PeriodicRounds(Timetable(plan.delays, plan.boundary_delays, 0, UNLIMITED, flush), flush or 1, lambda round_: round_)
+    ahead = posted * remote * np.array([posted_receives(delay) for delay in plan.boundary_delays], np.int64)
+    pending = np.array(plan.boundary_delays, np.int64) + 1
     forwards, backwards = np.zeros(len(stages), np.int64), np.zeros(len(stages), np.int64)  # microbatches done
     sending, buffers = np.zeros((2, len(remote)), np.int64), np.zeros((2, len(remote)), np.int64)  # down and up
     repeated = (round_ for _ in range(k if flush is None else 1) for round_ in rounds.period_rounds)  # until an update
@@ -166,8 +176,10 @@ def _states(
         oldest = np.where(double, backwards // k - 1, (backwards - delays) // k)
         state = casts + (done - backwards) * stored + (backwards // k - oldest) * version + (done > backwards) * graph
         # A message from another process arrives after the round.
-        state[1:] += np.maximum(done[:-1] - remote * f[:-1] - done[1:], 0) * down + buffers[1] * up
-        state[:-1] += np.maximum(finished[1:] - remote * b[1:] - finished[:-1], 0) * up + buffers[0] * down
+        waiting = np.stack([done[:-1] - remote * f[:-1] - done[1:], finished[1:] - remote * b[1:] - finished[:-1]])
+        received, sends = np.where(ahead > 0, ahead, np.maximum(waiting, 0)), np.where(ahead > 0, pending, buffers)
+        state[1:] += received[0] * down + sends[1] * up
+        state[:-1] += received[1] * up + sends[0] * down
         yield round_, state
         forwards, backwards = done, finished
         # What is sent is copied into buffers, which are free again after the next exchange of the process.

@@ -1,5 +1,7 @@
 """Memory that a GPU will reach, against sizes counted by hand, and against the bytes that live while the engine trains."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from petra.plan import make_plan
 from petra.staleness import remedies
 from petra.training import OPTIMIZERS
 from tests.support.nets import mixed_net
+from tests.support.processes import run_processes
 
 INPUTS, TARGETS = TensorSpec((4, 3, 8, 8), torch.float32), TensorSpec((4,), torch.int64)
 
@@ -146,3 +149,22 @@ def test_what_remedies_and_other_weights_store_counts() -> None:
     for method, model, bf16 in (("pipedream_2bw", "resnet18", False), ("pipedream", "resnet18", True), ("petra", "revnet18", True)):
         measured, predicted = peaks(method, 3, model=model, bf16=bf16)
         assert measured <= predicted <= 1.09 * measured
+
+
+def live_of_rank(rank: int) -> tuple[int, int]:
+    """Return the most bytes of live tensors of this process of two, and the prediction."""
+    torch.set_num_threads(1)
+    net, inputs, recipe = MODELS["revnet18"](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32), Recipe(OPTIMIZERS["sgd"])
+    recipe = replace(recipe, learning_rate=lambda m: 0.1)
+    with LiveBytes() as live:
+        pipeline = Pipeline(net, inputs, recipe, method=Method("half", 1, Keep.NOTHING), k=2, stages=2)
+        assert pipeline.plan.transport == "edge"
+        pipeline.train(Zeros(), 12)
+    return live.most, predict_memory(pipeline.plan, recipe, TensorSpec((8,), torch.int64), device_type="cpu")[rank].tensors
+
+
+@pytest.mark.processes
+def test_buffers_of_receives_that_are_posted_in_advance_count(tmp_path: Path) -> None:
+    """Between CPUs, the edge transport has buffers of messages that have not arrived: a fifth of what these stages need."""
+    for measured, predicted in run_processes(2, live_of_rank, tmp_path):
+        assert 0.99 * measured <= predicted <= 1.05 * measured
