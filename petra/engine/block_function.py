@@ -83,19 +83,18 @@ class BlockFunction:
             ModelError: If the block changes its input in place.
         """
         with self._inside(x[0]):
-            if self.draws is None and type(x[0]) is not Tensor:  # such as a fake one, with which generators can't be compared
-                self.draws = True
-            if self.draws is None:
-                with watch_draws(x[0].device) as watch:
-                    y = self._evaluate(x, None, version)
-                self.draws = watch.drew or None
-            if self.draws is not None:
-                y = self._evaluate(x, self._seed_of(m), version)
+            if self._is_coupling and version is None:
+                y = self.module(*x, seed=self._seed_of(m))
+            else:
+                if self.draws is None and type(x[0]) is Tensor:  # states of generators can't be compared under fake tensors
+                    with watch_draws(x[0].device) as watch:
+                        y = self._evaluate(x, None, version)
+                    self.draws = watch.drew or None
+                if self.draws is not None or type(x[0]) is not Tensor:
+                    y = self._evaluate(x, self._seed_of(m), version)
         return self._finished(x[0], y)
 
     def _evaluate(self, x: Streams, seed: int | None, version: WeightVersion | None) -> Tensor | Streams:
-        if self._is_coupling and version is None:
-            return self.module(*x, seed=seed)  # type: ignore[no-any-return]
         arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
         with forbid_inplace(x, self.module), seeded(seed, x[0].device):
             if version is None:
@@ -162,7 +161,7 @@ class BlockFunction:
         return y
 
     def _seed_of(self, m: int) -> int | None:
-        return derive_seed(self._seed, m) if self.draws else None
+        return None if self.draws is False else derive_seed(self._seed, m)
 
 
 @contextmanager

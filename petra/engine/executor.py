@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from petra.engine.block import Reconstruct
+from petra.engine.checks import CheckedFunction, unchecked
 from petra.engine.worker import Worker
 from petra.errors import PetraError, require
 from petra.hooks import Hooks
@@ -19,6 +22,8 @@ from petra.transport import Transport
 
 if TYPE_CHECKING:
     from petra.engine.options.early_stop import EarlyStop
+
+log = logging.getLogger(__name__)
 
 
 class ProcessRound(NamedTuple):
@@ -56,7 +61,7 @@ class Executor:
         on_completed: Callable[[int], None] | None = None,
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
-        self._on_completed, self._drained = on_completed, True
+        self._on_completed, self._drained, self._warned = on_completed, True, False
 
     def prepare(
         self, start: int, end: int, stop: Callable[[], bool] | None = None
@@ -71,6 +76,13 @@ class Executor:
         """
         for j, worker in self._workers.items():
             worker.stage.begin_run(j + 1)
+            for runner in unchecked(worker.stage):
+                kind: type[CheckedFunction] = CheckedFunction
+                if isinstance(runner, Reconstruct):
+                    from petra.engine.options.checked_inverse import CheckedInverse
+
+                    kind = CheckedInverse
+                kind(runner, self._plan.numerics.autocast, self._warn_once)
             if any(any(hooks_of(p)) for p in worker.stage.gradients.parameters):
                 from petra.engine.options.parameter_hooks import call_hooks_of
 
@@ -112,6 +124,11 @@ class Executor:
                 self._on_completed(completed + shift)
         self._transport.finish()
         self._drained = True
+
+    def _warn_once(self, message: str) -> None:
+        if not self._warned:
+            log.warning(message)
+        self._warned = True
 
     def observing(self) -> AbstractContextManager[None]:
         """Return a context in which the attached hooks observe the workers."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, require
-from petra.torch_private import Dropout, NormBase, version_counter
+from petra.torch_private import Dropout, NormBase, storage_key, version_counter
 
 _MASK = (1 << 64) - 1
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -152,7 +153,7 @@ def modified(module: nn.Module) -> ModelError:
 
 
 class forbid_buffer_changes:
-    """Check that a forward pass that will be repeated leaves the buffers of ``module`` as they are: they would change twice.
+    """Check that a forward pass that will be repeated leaves parameters and buffers as they are: they would change twice.
 
     Running statistics of normalisations are not among these, inside of :class:`frozen_statistics`.
 
@@ -160,25 +161,26 @@ class forbid_buffer_changes:
         name: What messages call the module.
 
     Raises:
-        ModelError: If a buffer changes. The message names the module and the buffer.
+        ModelError: If one changes. The message names the module and the tensor.
     """
 
-    __slots__ = ("_before", "_module", "_name")
+    __slots__ = ("_before", "_module", "_name", "_tensors")
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module, self._name = module, name
 
     def __enter__(self) -> None:
-        self._before = {name: (buffer, version_counter(buffer)) for name, buffer in self._module.named_buffers()}
+        self._tensors = dict(chain(self._module.named_parameters(), self._module.named_buffers()))  # so that no identity returns
+        self._before = {name: (id(t), version_counter(t), storage_key(t)) for name, t in self._tensors.items()}
 
     def __exit__(self, failed: object, *_: object) -> None:
         if failed:
             return
-        for name, buffer in self._module.named_buffers():
-            old, before = self._before.get(name, (None, None))
-            expected = "buffers that a forward pass leaves as they are, because the backward pass repeats it (or method.keep=graph)"
-            got = f"a change of {name}"
-            require(buffer is old and version_counter(buffer) == before, self._name, expected, got, ModelError)
+        for name, t in chain(self._module.named_parameters(), self._module.named_buffers()):
+            kind = "parameters" if isinstance(t, nn.Parameter) else "buffers"
+            expected = f"{kind} that a forward pass leaves as they are, because the backward pass repeats it (or method.keep=graph)"
+            same = self._before.get(name) == (id(t), version_counter(t), storage_key(t))
+            require(same, self._name, expected, f"a change of {name}", ModelError)
 
 
 def normalisations(module: nn.Module) -> list[NormBase]:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import Model, ModelError, Pipeline
+from petra import Keep, Method, Model, ModelError, Pipeline, Weights
 from petra.reversible import Coupling
 from tests.engine.test_any_block import FLAT, Halves, Vectors, linear
-from tests.support.nets import hook, make_pipeline, sgd
+from tests.support.nets import hook, make_pipeline, sgd, train_plainly
 
 
 def reversible(*functions: nn.Module, **settings: Any) -> Pipeline:
@@ -115,3 +115,206 @@ def test_a_resumed_run_draws_what_an_uninterrupted_one_draws_also_late_ones() ->
             pipeline.train(Vectors(), 12)
             found.append(pipeline.state_dict())
         torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+# Blocks whose backward pass does not fit the forward pass
+
+
+class Own(Coupling):
+    """A coupling with another forward pass."""
+
+    def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Any:
+        return x2, x1 + 2 * self.f(x2)
+
+
+class Forgetful(Coupling):
+    """A coupling that leaves a gradient out."""
+
+    def inverse_vjp(self, *arguments: Any, **options: Any) -> Any:
+        x, dx, gradients = super().inverse_vjp(*arguments, **options)
+        return x, dx, {p: g for p, g in gradients.items() if p.dim() > 1}
+
+
+class Rounded(Coupling):
+    """A coupling whose output has lost bits that its inverse can't restore, with a gradient of 1."""
+
+    def forward(self, *x: Tensor, seed: int | None = None) -> Any:
+        y1, y2 = super().forward(*x, seed=seed)
+        return y1, y2 + ((8 * y2).round() / 8 - y2).detach()
+
+
+def hooked(**hooks: Callable[..., Any]) -> Coupling:
+    block = Coupling(linear(3, 3))
+    for name, function in hooks.items():
+        getattr(block, f"register_{name}")(function)
+    return block
+
+
+class Statistics(nn.Module):
+    """Reads running statistics after the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = linear(3, 3), nn.BatchNorm1d(3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.norm(self.linear(x)) + self.norm.running_mean)
+
+
+class Decays(nn.Module):
+    """Changes its own weight: in place, or by ``.data``, which no version counter shows."""
+
+    def __init__(self, silently: bool = False) -> None:
+        super().__init__()
+        self.linear, self.silently = linear(3, 3), silently
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (self.linear.weight.data if self.silently else self.linear.weight).mul_(0.9)
+        return torch.tanh(self.linear(x))
+
+
+class Counts(nn.Module):
+    """Depends on how often it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = linear(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += not x.is_meta
+        return self.linear(x) * self.calls
+
+
+class Listed(nn.Module):
+    """Reads a parameter of another block, or of its own past its attributes."""
+
+    def __init__(self, foreign: Tensor | None = None) -> None:
+        super().__init__()
+        self.linear, self.scale = linear(), nn.Parameter(torch.tensor(2.0).double())
+        self.plain = [self.scale if foreign is None else foreign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.plain[0]
+
+
+RECONSTRUCT = r"^block c0: expected inverse_vjp to reconstruct the input of forward .*, got one that differs by"
+GRADIENTS = r"^block c0: expected inverse_vjp to return the gradients of plain autograd .*, got another gradient of "
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (lambda: hooked(forward_hook=lambda m, i, y: (y[0] * 1.5, y[1])), RECONSTRUCT),
+        (lambda: hooked(forward_pre_hook=lambda m, x: (x[0] + 1, x[1])), RECONSTRUCT),
+        (lambda: hooked(full_backward_hook=lambda m, gi, go: (gi[0] * 2, gi[1])), GRADIENTS + "input 1"),
+        (lambda: Own(linear(3, 3)), RECONSTRUCT),
+        (lambda: Rounded(linear(3, 3)), RECONSTRUCT),
+        (lambda: Forgetful(linear(3, 3)), GRADIENTS + r"f\.bias"),
+        (lambda: Coupling(Statistics()), RECONSTRUCT),
+        (
+            lambda: Coupling(Decays()),
+            r"^block c0: expected parameters that a forward pass leaves .*, got a change of f\.linear\.weight",
+        ),
+        (lambda: Coupling(Decays(silently=True)), RECONSTRUCT),
+    ],
+    ids=lambda value: "",
+)
+def test_a_reversible_block_whose_passes_do_not_fit_is_refused(block: Callable[[], nn.Module], message: str) -> None:
+    """By every method that reconstructs; one that stores graphs trains it as plain autograd does."""
+    blocks = {"stem": Halves(), "c0": block(), "c1": Coupling(linear(3, 3)), "merge": Halves(), "head": linear(6, 3)}
+    for method in ("reversible", "petra", "reconstruct_stashed"):
+        with pytest.raises(ModelError, match=message):
+            make_pipeline(Model.of("mine", blocks), FLAT, optimizer=sgd, method=method).train(Vectors(), 4)
+
+
+@pytest.mark.parametrize("method", ["dsp", "pipedream_2bw", "delayed"])
+def test_a_block_that_gives_another_output_again_is_refused(method: str) -> None:
+    expected = r"^block b1: expected the same output for the same input again .*, got one that differs by"
+    model = Model.of("mine", {"b0": linear(), "b1": Counts(), "b2": linear(6, 3)})
+    pipeline = make_pipeline(model, FLAT, optimizer=sgd, method=method, k=4)
+    with pytest.raises(ModelError, match=expected):
+        pipeline.train(Vectors(), 8)
+
+
+@pytest.mark.parametrize("method", ["backprop", "dsp", "delayed"])
+def test_a_block_that_reads_a_parameter_of_another_is_refused(method: str) -> None:
+    other = linear()
+    blocks = {"b0": other, "b1": linear(), "b2": linear(6, 3)}
+    pipeline = make_pipeline(Model.of("mine", blocks), FLAT, optimizer=sgd, method=method)
+    block = dict(pipeline.blocks())["b1"]
+    scale = nn.Parameter(torch.tensor(2.0).double())
+    block.register_forward_hook(lambda m, x, y: y * scale)
+    with pytest.raises(ModelError, match=r"^block b1: expected a function of its input and its parameters.*another parameter \[\]"):
+        pipeline.train(Vectors(), 4)
+
+
+def test_a_parameter_that_is_read_past_its_attribute_is_trained_or_refused() -> None:
+    """Plain autograd trains it. A version of the weights does not reach it."""
+    for method in ("backprop", "1f1b", "delayed"):
+        torch.manual_seed(0)
+        model = Model.of("mine", {"b0": Listed(), "b1": linear(6, 3)})
+        pipeline = make_pipeline(model, FLAT, optimizer=sgd, method=method, k=2)
+        plain = model.build(0)
+        if method == "delayed":
+            with pytest.raises(ModelError, match=r"^block b0: expected a function of its input and its parameters"):
+                make_pipeline(model, FLAT, optimizer=sgd, method=Method("graphs", 2, Keep.GRAPH, Weights.STASHED)).train(
+                    Vectors(), 4
+                )
+            continue
+        pipeline.train(Vectors(), 8)
+        train_plainly(plain, sgd(plain), Vectors(), 8, 2)
+        torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+class Auxiliary(nn.Module):
+    """Stores an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        self.auxiliary = [y.square().mean()]
+        return y
+
+
+def test_a_stored_auxiliary_loss_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    pipeline = reversible(Auxiliary(), nn.utils.parametrizations.weight_norm(linear(3, 3)))
+    pipeline.train(Vectors(), 4)
+    pipeline.train(Vectors(), 4)
+    expected = "block c0: forward stores f.auxiliary, from which no gradient comes back: only outputs carry gradients"
+    assert caplog.messages == [expected]
+
+
+def test_a_block_is_checked_again_after_a_change_of_its_hooks() -> None:
+    pipeline = reversible(linear(3, 3), linear(3, 3))
+    pipeline.train(Vectors(), 4)
+    dict(pipeline.blocks())["c1"].register_forward_hook(lambda m, x, y: (y[0], 2 * y[1]))
+    with pytest.raises(ModelError, match=r"^block c1: expected inverse_vjp to reconstruct"):
+        pipeline.train(Vectors(), 4)
+
+
+def test_checks_cost_one_forward_and_backward_pass_of_a_reversible_block_once() -> None:
+    """They change no result, no statistic and no random number, and need one input more than the ordinary backward pass."""
+    calls: list[str] = []
+
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append("F")
+            y = super().forward(x)
+            if y.requires_grad:
+                y.register_hook(lambda g: calls.append("B"))
+            return y
+
+    block = nn.Sequential(Counted(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).double()
+    pipeline = reversible(block, nn.Sequential(linear(3, 3), nn.Tanh()))
+    calls.clear()
+    torch.manual_seed(5)
+    pipeline.train(Vectors(), 1)
+    assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(5))
+    assert (calls.count("F"), calls.count("B")) == (3, 2)
+    assert pipeline.state_dict()["c0.f.1.num_batches_tracked"] == 1
+    pipeline.train(Vectors(), 2)
+    assert (calls.count("F"), calls.count("B")) == (7, 4)

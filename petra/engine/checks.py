@@ -1,0 +1,122 @@
+"""Check on the first microbatch that the backward pass of each block fits its forward pass.
+
+A reversible block must reconstruct the input that went in, with the gradients of plain autograd, and a block that stores its input
+must return the same output when it is evaluated again. Blocks are checked again if their hooks, modes or classes have changed. The
+check of a reversible block costs one more forward and backward pass of it; that of another block costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from petra.engine.block import BlockRunner, Stored, WrappedRunner
+from petra.engine.stage import Stage
+from petra.engine.weights import WeightVersion
+from petra.errors import ModelError, invalid
+from petra.specs import Streams
+from petra.torch_private import leaves_of, tree_leaves
+
+Samples = list[tuple[Tensor, Tensor]]
+SAMPLES = 1024
+"""Number of entries of a stream that are compared, besides the sum of each row."""
+
+
+def unchecked(stage: Stage) -> Iterator[BlockRunner]:
+    """Yield the runners of blocks that have not been checked, or that have changed since, and count them as checked."""
+    for runner in stage.runners:
+        while isinstance(runner, WrappedRunner):
+            runner = runner.inner
+        modules = [*runner.function.module.modules()]
+        hooks = ((m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks) for m in modules)
+        found = [[(type(m), m.training) for m in modules], [h for each in hooks for h in chain(*map(dict.values, each))]]
+        if vars(runner).get("checked") != found:
+            vars(runner)["checked"] = found
+            yield runner
+
+
+class CheckedFunction:
+    """Takes the place of a runner's :class:`BlockFunction` until one microbatch has passed forward and backward.
+
+    Tolerances follow from the machine epsilon of the type in which the block computes: eps^0.6 for streams, relative to their
+    largest entry, and eps^0.4 for gradients, relative to their norm. These are 4e-10 and 5e-7 in float64, 7e-5 and 2e-3 in float32,
+    0.02 and 0.06 in float16, and 0.05 and 0.14 in bfloat16.
+
+    Args:
+        runner: The runner.
+        autocast: Type in which blocks compute under autocast, or None.
+        warn: Called if the block stores what could be an auxiliary loss.
+
+    Raises:
+        ModelError: If the passes do not fit. The message names the block.
+    """
+
+    def __init__(self, runner: BlockRunner, autocast: torch.dtype | None, warn: Callable[[str], None]) -> None:
+        self.runner, self.function, self._autocast, self._warn = runner, runner.function, autocast, warn
+        self._m: int | None = None
+        vars(runner).update(function=self, with_graph=self.with_graph)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
+        y = self.function(m, x, version)
+        if self._m is None:
+            self._m, self.version, self.x, self.y = m, version, samples(x), samples(y)
+            types = [self._autocast, *(t.dtype for t in chain(x, y, self.parameters.values()))]
+            self.eps = max(torch.finfo(kind).eps for kind in types if kind is not None and kind.is_floating_point)
+            self._scale = max(entries.abs().max().item() for entries, _ in (*self.x, *self.y))
+        return y
+
+    def with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
+        """Evaluate the block as :meth:`BlockRunner.with_graph` does: again in the backward pass, unless it keeps its graph."""
+        stored = type(self.runner).with_graph(self.runner, m, x, version)
+        if m == self._m:
+            self.end(stored.outputs, version)
+            off = self.difference(samples(stored.outputs), self.y)
+            if version is self.version and off > self.eps**0.6:
+                expected = "the same output for the same input again (random numbers from torch's global generators, no state)"
+                raise invalid(self.name, expected, f"one that differs by {off:.1g} of its largest entry", ModelError)
+        return stored
+
+    def end(self, y: Streams, version: WeightVersion | None) -> None:
+        """Stop checking, and check the graph of an output and the attributes of the block."""
+        self.restore()
+        own = [] if version is not None else self.parameters.values()
+        for leaf in leaves_of(*y):
+            if isinstance(leaf, nn.Parameter) and not any(leaf is p for p in own):
+                expected = "a function of its input and its parameters, as attributes of modules"
+                raise invalid(self.name, expected, f"one that reads another parameter {[*leaf.shape]}", ModelError)
+        for key, module in self.module.named_modules():
+            for attribute, value in vars(module).items():
+                derived = any(name.startswith(f"{attribute}_") for name in module._parameters)  # as weight of weight_g and weight_v
+                if not derived and any(isinstance(t, Tensor) and t.grad_fn is not None for t in tree_leaves(value)):
+                    place = f"{key}.{attribute}".removeprefix(".")
+                    self._warn(
+                        f"{self.name}: forward stores {place}, from which no gradient comes back: only outputs carry gradients"
+                    )
+
+    def restore(self) -> None:
+        vars(self.runner).update(function=self.function)
+        vars(self.runner).pop("with_graph", None)
+
+    def difference(self, found: Samples, expected: Samples) -> float:
+        pairs = [(a, b) for own, other in zip(found, expected, strict=True) for a, b in zip(own, other, strict=True)]
+        off = max((a - b).abs().max().item() for a, b in pairs) / max(self._scale, 1e-300)
+        return off if isfinite(off) else 0.0  # the update reports what is not finite
+
+
+def samples(streams: Streams) -> Samples:
+    """Return some entries of each stream and the sums of its rows, divided by the roots of their lengths, in float64."""
+    found = []
+    for stream in streams:
+        rows = [row.flatten() for row in torch.split(stream.detach(), 1)]
+        step = max(1, stream.numel() // SAMPLES)
+        entries = torch.cat([row[::step] for row in rows]).double()
+        found.append((entries, torch.stack([row.sum(dtype=torch.float64) for row in rows]) / max(1, rows[0].numel()) ** 0.5))
+    return found
