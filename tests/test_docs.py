@@ -51,7 +51,7 @@ COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|doc
 TRAINS = ("launch.train", "launch.node", "benchmarks.nodes")
 GROUPS = "model|data|method|remedy|optim|schedule|trainer|checkpoint|cluster|logger|experiment"
 KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|resume_change|init_from|init_skip|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
-OTHERS = {"petra", "docker", "kubectl", "sbatch", "srun", "apt-get", "pytest", ".", "docker/two_nodes.sh"}
+OTHERS = {"apptainer", "enroot", "petra", "docker", "kubectl", "sbatch", "srun", "apt-get", "pytest", ".", "docker/two_nodes.sh"}
 """Programs that aren't run; what their command lines name is checked all the same."""
 SHORTER = {
     "training_script.md": {
