@@ -201,9 +201,14 @@ class Layer(nn.Module):
             mask: Tensor | None = MASKS[self.mask](self.config, hidden, None, cache=None)
             return mask
         name = self.config._attn_implementation
-        require(name == "sdpa", "attn_implementation", "sdpa with padding or packed documents", name, ModelError)
+        fits = name in ("sdpa", "eager")
+        require(fits, "attn_implementation", "sdpa or eager with padding or packed documents", name, ModelError)
         window = self.config.sliding_window if self.mask == "sliding_attention" else None
-        return attention_mask(context, causal=self.mask != "bidirectional", window=window)
+        seen = attention_mask(context, causal=self.mask != "bidirectional", window=window)
+        if name == "sdpa":
+            return seen
+        lowest = torch.finfo(hidden.dtype).min  # added to the logits of attention
+        return torch.zeros(seen.shape, dtype=hidden.dtype, device=seen.device).masked_fill(~seen, lowest)
 
 
 class Head(nn.Module):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.data_loader import prepare_data_loader
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
@@ -74,10 +75,13 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         )
 
         def prepared(*objects: Any) -> Any:
-            found = tuple(prepare(each) if isinstance(each, DataLoader) else each for each in objects)
-            for each in objects:
-                if isinstance(each, torch.optim.Optimizer):
+            found = list(objects)
+            for i, each in enumerate(objects):
+                if isinstance(each, DataLoader):
+                    found[i] = prepare(each)
+                elif isinstance(each, torch.optim.Optimizer) and not isinstance(each, AcceleratedOptimizer):
                     without_steps(each)
+                    found[i] = AcceleratedOptimizer(each, device_placement=False)
             return found if len(found) > 1 else found[0]
 
         accelerator.prepare, accelerator.prepare_model = prepared, lambda model, *others, **named: model
@@ -136,7 +140,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         if clip and not self._at_once and len(plan.stages) > 1 and self.rank == 0:
             print(f"max_grad_norm={clip} of each stage: with {plan.method.name} they update apart", flush=True)
         self._states |= {} if self._pipeline is None else states_of(self._pipeline)
-        whole = self.optimizer if steps else None
+        whole = self.optimizer.optimizer if steps else None  # inside what accelerate wraps around it
         recipe = Recipe(
             _unused if whole is None else partial(stage_optimizer, whole, self._states),
             None if self._at_once or not steps else self._rates(steps),
@@ -240,7 +244,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         tokens = self.form.size is not None and len(logits) == self.form.rows * self.form.size
         if tokens:
             rows, length = batch[FIELDS[0]].shape
-            return batch, facts, logits.view(self.form.rows, self.form.size or 0, -1)[:rows, :length]
+            return batch, facts, logits.view(self.form.rows, self.form.size or 0, -1)[:rows, :length].contiguous()
         return batch, facts, logits[: len(next(iter(batch.values())))]
 
     def _training_loss(self, logits: Tensor, side: Tensor, targets: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
 import numpy as np
@@ -260,24 +260,31 @@ class Reader:
 
     def _start(self, skip: int) -> None:
         self._epoch += 1
-        if self._resumed is not None:
-            set_random_states(self._collator, self._resumed["epoch" if skip else "now"])
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            set_random_states(self._collator, resumed["epoch" if skip else "now"])
         self._begin = random_states(self._collator)
-        loader = self.loader
+        loader, left = self.loader, skip
         samplers: list[Any] = [loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)]
         for part in samplers:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._epoch)
         if skip and not isinstance(loader.dataset, IterableDataset):
-            loader, skip = skip_first_batches(loader, skip), 0
+            loader, left = skip_first_batches(loader, skip), 0
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(self._epoch)
         # accelerate's own iteration reads one batch ahead, whose random numbers a resumed run would draw again.
         self._batches = iter(getattr(loader, "base_dataloader", loader))
-        next(islice(self._batches, skip - 1, None), None) if skip else None
-        if self._resumed is not None:
-            set_random_states(self._collator, self._resumed["now"])
-            self._resumed = None
+        if resumed is not None and skip:
+            next(islice(self._batches, left - 1, None), None) if left else self._draw_order()
+            set_random_states(self._collator, resumed["now"])
+
+    def _draw_order(self) -> None:
+        """Let a sampler draw the order of the epoch, which it does with the first batch, now."""
+        batches: Any = self._batches
+        order: Any = getattr(batches, "_sampler_iter", None)
+        if type(order).__name__ == "generator":
+            batches._sampler_iter = chain([*islice(order, 1)], order)
 
 
 class _Numbers(Dataset):  # type: ignore[type-arg]
@@ -317,7 +324,9 @@ def set_random_states(collator: Any, states: Mapping[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     for name, state in states["own"].items():
-        generator = getattr(collator, name)
+        generator: Any = getattr(collator, name, None)
+        if not _is_generator(generator):
+            continue
         if isinstance(generator, torch.Generator):
             generator.set_state(state)
         elif isinstance(generator, random.Random):

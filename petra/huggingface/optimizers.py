@@ -78,7 +78,7 @@ def gather_states(whole: torch.optim.Optimizer, pipeline: Pipeline) -> dict[Tens
 
 
 def read_states(whole: torch.optim.Optimizer, path: Any) -> dict[Tensor, dict[str, Any]]:
-    """Return the states of parameters in a file ``optimizer.pt``.
+    """Return the states of parameters in a file ``optimizer.pt``, and give the groups of ``whole`` the settings in it.
 
     Raises:
         DataError: If it is of another optimizer or another model.
@@ -86,5 +86,6 @@ def read_states(whole: torch.optim.Optimizer, path: Any) -> dict[Tensor, dict[st
     loaded = torch.load(path, map_location="cpu", weights_only=True)
     sizes, expected = ([len(g["params"]) for g in groups] for groups in (loaded["param_groups"], whole.param_groups))
     require(sizes == expected, str(path), f"groups of {expected} parameters", sizes, DataError)
+    whole.load_state_dict({"state": {}, "param_groups": loaded["param_groups"]})
     numbered = [p for group in whole.param_groups for p in group["params"]]
     return {numbered[i]: state for i, state in loaded["state"].items()}

@@ -111,11 +111,8 @@ def check_called(model: Any, base: Any, blocks: Mapping[str, nn.Module]) -> None
             expected = "layers with weights of their own (only an embedding and a head that share theirs are trained apart)"
             require(owners.setdefault(id(p), name) == name, f"model, {name}", expected, f"those of {owners[id(p)]}", ModelError)
     called = {id(part) for block in blocks.values() for part in block.modules()}
-    above: set[int] = set()
-    inner = model
-    while inner is not base:
-        above.add(id(inner))
-        inner = getattr(inner, "base_model", None) or getattr(inner, "model", base)
+    path = next(name for name, module in model.named_modules() if module is base)
+    above = {id(model.get_submodule(path[:i])) for i in range(len(path)) if i == 0 or path[i] == "."}
     for name, module in model.named_modules():
         if id(module) in called or id(module) in above or module is base:
             continue

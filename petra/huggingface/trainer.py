@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
@@ -35,6 +36,7 @@ from petra.pipeline import Pipeline
 from petra.training.checkpoint import Checkpoints, newest, restore
 
 PETRA, READER, OPTIMIZER, SCHEDULER = "petra", "reader.pt", "optimizer.pt", "scheduler.pt"
+TRAINER_STATE_NAME = "trainer_state.json"
 """In a folder ``checkpoint-<step>``: a checkpoint of the pipeline, states of random numbers, and files of ``Trainer``."""
 EVENTS = ("on_step_end", "on_evaluate", "on_save", "on_epoch_end", "on_log")
 """Events at which the pipeline may be drained, and callbacks may read the model."""
@@ -103,6 +105,7 @@ class PetraTrainer(Evaluating):
         self._run: Stepwise | None = None
         self._packed, self._losses, self._history = deque[Tensor](), deque[float](), list[list[float]]()
         self._states, self._pending, self._count = {}, 0, 0
+        self._iterator: Any = None
         self._left, self._ended, self._fresh, self._norm = 0, False, True, 0.0
         self._wanted = [False] * len(WANTED)
 
@@ -136,8 +139,12 @@ class PetraTrainer(Evaluating):
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         with raise_on_all_ranks():
             loader = self._loader("train_dataset", self.get_train_dataloader) if self.rank == 0 else None
-        mine = (len(loader) if has_length(loader) else None, super().num_examples(loader)) if loader is not None else None
+        sized: Any = loader if loader is not None and has_length(loader) else None
+        mine = (None, 0) if sized is None else (len(sized), super().num_examples(sized))
         length, self._examples = all_gather_objects(mine)[0]
+        updates = self.args.max_steps > 0 or self.args.num_train_epochs > 0
+        expected = "a number > 0, and data with a batch: there would be no update"
+        require(updates and length != 0, "num_train_epochs", expected, self.args.num_train_epochs)
         self._train_loader, self._length, self._left, self._ended = loader, length, 0, False
         self._losses.clear()
         self.model.zero_grad = lambda set_to_none=True: None  # the pipeline accumulates in .grad
@@ -159,13 +166,11 @@ class PetraTrainer(Evaluating):
         return self._examples if isinstance(getattr(dataloader, "dataset", None), NUMBERS) else super().num_examples(dataloader)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        expected = "a number > 0, and data with a batch: there would be no update"
-        require(max_steps > 0 and self._length != 0, "num_train_epochs", expected, self.args.num_train_epochs)
         self._resumed: str | None = None
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         folder = None if self._resumed is None else Path(self._resumed)
         if folder is not None and (folder / OPTIMIZER).exists() and not (folder / PETRA).exists():
-            self._states = read_states(self.optimizer, folder / OPTIMIZER)
+            self._states = read_states(self.optimizer.optimizer, folder / OPTIMIZER)
         self._build(self._train_loader, None, max_steps)
         if folder is not None:
             self._restore(folder)
@@ -183,6 +188,30 @@ class PetraTrainer(Evaluating):
         self._reads = set(all_gather_objects(self._reading_events())[0])
         return model, loader
 
+    def _init_training_state(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> Any:
+        """Restore the states of callbacks, such as of early stopping. One has stopped a run: it stays so, if unchanged."""
+        found: tuple[int, int] = super()._init_training_state(max_steps, per_epoch, epochs, folder, trial)
+        if folder is None or self.args.restore_callback_states_from_checkpoint:
+            return found
+        path = Path(folder) / TRAINER_STATE_NAME
+        saved = TrainerState.load_from_json(str(path)) if path.exists() else TrainerState()
+        states = {name: each if isinstance(each, list) else [each] for name, each in saved.stateful_callbacks.items()}
+        same = True
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState) and states.get(type(callback).__name__):
+                state = states[type(callback).__name__].pop(0)
+                same = same and callback.state()["args"] == state["args"]
+                for name, value in state["attributes"].items():
+                    setattr(callback, name, value)
+        controls: list[dict[str, Any]] = states.get("TrainerControl", [])
+        if any(each["args"]["should_training_stop"] for each in controls) and saved.global_step < saved.max_steps and same:
+            if self.rank == 0:
+                print(
+                    f"{folder}: a callback stopped this run after update {saved.global_step}; there is nothing to train", flush=True
+                )
+            return epochs, 0
+        return found
+
     def _reading_events(self) -> list[str]:
         """Return the events at which a callback may read the model, as its code has the name ``model``."""
         found = []
@@ -195,9 +224,9 @@ class PetraTrainer(Evaluating):
 
     def get_batch_samples(self, epoch_iterator: Iterator[int], num_batches: int, device: torch.device) -> Any:
         """Return the batches of the next update in the first process, and as many empty ones in others."""
+        self._ended = self._ended and epoch_iterator is self._iterator
+        self._iterator = epoch_iterator
         found = [] if self._ended and self._length is None else list(islice(epoch_iterator, num_batches))
-        if found and found[0] == 0:
-            self._ended = False
         if not self._at_once:
             if not self._left:
                 self._start_run(found[0])
@@ -245,12 +274,14 @@ class PetraTrainer(Evaluating):
         k, reports = self.args.gradient_accumulation_steps, list[Tensor]()
         self.model.train()
         self._fresh = self.world == 1
-        copy_settings(self.optimizer, self.pipeline)
+        copy_settings(self.optimizer.optimizer, self.pipeline)
         if self._at_once:
             self.pipeline.train(self._source(), k, reports.append if self.rank == 0 else None)
             losses = [float(report[1]) / k for report in reports] or [0.0] * k
             norms = [worker.update.metrics()["gradient_norm"] for worker in self.pipeline.workers.values()]
             self._norm = sum(norm**2 for norm in norms)
+            if self._reads - {"on_evaluate", "on_save"}:
+                self.gather_weights()
         elif self.rank == 0:
             assert self._run is not None
             losses = [float(self._run.next()[1]) / k for _ in range(k)]
@@ -310,12 +341,20 @@ class PetraTrainer(Evaluating):
             tr_loss.fill_(gathered[0][1])
             grad_norm = None if grad_norm is None else math.sqrt(sum(norm for _, _, norm in gathered))
             self._wanted = [False] * len(WANTED)
-            events = {"on_step_end"} | ({"on_evaluate"} if self.control.should_evaluate else set())
-            if self._reads & (events | ({"on_save", "on_log", "on_epoch_end"} if self.control.should_save else set())):
+            due = {"on_evaluate": self.control.should_evaluate, "on_save": self.control.should_save}
+            if any(due.get(event, not self._at_once) for event in self._reads):
                 self.gather_weights()
         else:
             self._postpone(own)
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **named)
+
+    def _evaluate(self, *arguments: Any, **named: Any) -> Any:
+        metrics = super()._evaluate(*arguments, **named)
+        if self.is_in_train:  # events of the evaluation may have asked for something
+            own = [bool(getattr(self.control, name)) for name in WANTED]
+            for name, *each in zip(WANTED, *all_gather_objects(own), strict=True):
+                setattr(self.control, name, any(each))
+        return metrics
 
     def _postpone(self, own: Sequence[bool]) -> None:
         """Keep what callbacks ask for until the next drain."""
@@ -335,7 +374,7 @@ class PetraTrainer(Evaluating):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the states of all stages as the file of ``Trainer``, and of the pipeline if they are more than that."""
-        self.optimizer.state.update(gather_states(self.optimizer, self.pipeline))
+        self.optimizer.state.update(gather_states(self.optimizer.optimizer, self.pipeline))
         super()._save_optimizer_and_scheduler(output_dir)
         self.optimizer.state.clear()
         if self._exports_all:

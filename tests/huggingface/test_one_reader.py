@@ -1,0 +1,99 @@
+"""One process reads the data of ``PetraTrainer``, and its results do not depend on the number of processes."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
+
+from tests.huggingface.models import tiny
+from tests.huggingface.test_trainer import arguments, losses, rows
+from tests.support.processes import run_processes
+
+SETTINGS = {"gradient_accumulation_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 6, "remove_unused_columns": False}
+
+
+def masked(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Hide tokens at random; the marks of three generators must be the same in inputs and labels."""
+    ids = torch.stack([row["input_ids"] for row in batch])
+    hidden = (torch.rand(ids.shape) < 0.2) | torch.from_numpy(np.random.rand(*ids.shape) < 0.2)
+    hidden[0, random.randrange(ids.shape[1])] = True
+    return {
+        "input_ids": ids.masked_fill(hidden, 1),
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(~hidden, -100),
+    }
+
+
+class Reads(TrainerCallback):
+    """Reads a weight of the model at each evaluation, and lets the other process ask for a checkpoint."""
+
+    found: list[float]
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any, **named: Any) -> None:
+        self.found.append(float(sum(p.detach().double().sum() for p in model.parameters())))
+        control.should_save = (
+            state.global_step == 2 and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+        )
+
+
+def trained(rank: int, folder: str, world: int) -> tuple[Any, ...]:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
+    os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": 1}.items()})
+    from petra.huggingface import PetraTrainer
+
+    data = rows(20) if rank == 0 else rows(20)[::-1]  # never read
+    args = arguments(Path(folder) / str(world), **SETTINGS, eval_strategy="steps", eval_steps=2, dataloader_num_workers=world - 1)
+    reads = Reads()
+    reads.found = []
+    named = {"data_collator": masked, "compute_metrics": metrics, "callbacks": [reads]}
+    model = tiny("BertForMaskedLM", torch.float32)
+    trainer = PetraTrainer(model, args, train_dataset=data, eval_dataset=data[:7], stages=2, **named)
+    torch.manual_seed(7 + rank)
+    np.random.seed(7 + rank)
+    random.seed(7 + rank)
+    trainer.train()
+    if rank == 0:
+        torch.rand(1)
+        trainer.save_model()
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    scores = [row["eval_hits"] for row in trainer.state.log_history if "eval_hits" in row]
+    checkpoints = sorted(path.name for path in (Path(folder) / str(world)).glob("checkpoint-*"))
+    predicted = trainer.predict(data[:5]).predictions.shape
+    return losses(trainer), scores, reads.found, weights, checkpoints, predicted
+
+
+def metrics(prediction: Any) -> dict[str, float]:
+    assert prediction.predictions.shape[:2] == prediction.label_ids.shape
+    return {"hits": float((prediction.predictions.argmax(-1) == prediction.label_ids).sum())}
+
+
+def test_masks_and_labels_agree_and_draws_are_those_of_trainer(tmp_path: Path) -> None:
+    one = trained(0, str(tmp_path), 1)
+    args = arguments(tmp_path / "plain", **SETTINGS, eval_strategy="steps", eval_steps=2)
+    plain = Trainer(
+        tiny("BertForMaskedLM", torch.float32), args, train_dataset=rows(20), eval_dataset=rows(20)[:7], data_collator=masked
+    )
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+    plain.train()
+    assert [loss for loss, *_ in one[0][:2]] == pytest.approx([loss for loss, *_ in losses(plain)[:2]], rel=1e-5)
+
+
+@pytest.mark.processes
+def test_two_processes_with_other_seeds_and_data_equal_one(tmp_path: Path) -> None:
+    found = run_processes(2, trained, tmp_path, str(tmp_path), 2, timeout=120)
+    assert not dist.is_initialized()
+    for part in (0, 1, 2, 4, 5):
+        assert found[0][part] == found[1][part], part
+    assert found[0][4] == ["checkpoint-2"]  # the last process has asked for it
+    assert len({*found[0][2]}) == 2
+    for key, value in found[0][3].items():
+        assert torch.equal(found[1][3][key], value), key
