@@ -49,7 +49,8 @@ class Pipeline:
         inputs: Spec of one microbatch of data, of all replicas together.
         recipe: Optimizer, learning rate, loss, metrics, seed, update rules and extensions.
         method: A name from :data:`petra.method.METHODS`, or a :class:`petra.method.Method`.
-        k: Microbatches per update; their gradients are averaged.
+        k: Microbatches per update; their gradients are averaged. Each microbatch counts alike, however many targets it has: the
+            update is a mean of means. :class:`petra.training.mean_over_targets.MeanOverTargets` makes it a mean over targets.
         stages: Number of stages; None for one per block; or the number of blocks in each stage.
         dp: Number of replicas. Each takes an equal share of every microbatch (docs/data_parallel.md).
         numerics: Number formats and memory layouts.

@@ -232,7 +232,8 @@ class Config:
     """A whole run.
 
     Attributes:
-        k: Microbatches per update of a stage, >= 1; their gradients are averaged.
+        k: Microbatches per update of a stage, >= 1; their gradients are averaged. Each microbatch counts alike, however many of its
+            targets are not ignored: the update is a mean of means, while the loss that is reported is a mean over targets.
         dp: Number of replicas of every stage, each in its own processes and with an equal share of every microbatch.
         seed: Seed of the weights, the order of the data, augmentation and random numbers inside blocks.
         run_dir: Folder of the run, new or empty; null: runs/<date>_<time>_<model>_<method>_<data>.

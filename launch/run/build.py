@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from shutil import which
@@ -142,8 +142,11 @@ def set_numerics(trainer: TrainerConfig) -> None:
     torch.backends.cudnn.deterministic = not trainer.cudnn_benchmark
 
 
-def set_up(config: Config, process: Process) -> Setup:
+def set_up(config: Config, process: Process, *, training: bool = True) -> Setup:
     """Check a configuration and make the plan of its run for the processes at hand.
+
+    Args:
+        training: Whether the run trains. Otherwise blocks need to accept their inputs in evaluation only: batch norm of one value.
 
     Raises:
         ConfigError, ModelError: If a value is not accepted. The message names the key.
@@ -153,6 +156,8 @@ def set_up(config: Config, process: Process) -> Setup:
     wanted = config.trainer.stages
     stages = processes_per_replica(process.world, config.dp) if wanted == "auto" else wanted
     device, model = process.device(config.trainer.device), model_of(config)
+    if not training:
+        model = replace(model, blocks=tuple(replace(block, build=partial(_in_evaluation, block.build)) for block in model.blocks))
     settings = {"stages": wanted, "delay": config.method.delay, "keep": config.method.keep}
     auto = frozenset(name for name, value in settings.items() if value == AUTO)
     delay, keep = 2 if "delay" in auto else config.method.delay, Keep.NOTHING if "keep" in auto else config.method.keep
@@ -166,6 +171,10 @@ def set_up(config: Config, process: Process) -> Setup:
     for extension in checked.extensions:
         extension.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if one doesn't support the optimizer
     return setup
+
+
+def _in_evaluation(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    return build().eval()
 
 
 def model_of(config: Config) -> Model:

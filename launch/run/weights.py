@@ -184,7 +184,7 @@ def evaluate(config: Config, weights: SavedWeights, process: Process) -> dict[st
         cluster=replace(config.cluster, elastic=False),
         logger=Section(_target_="petra.training.JsonLines"),
     )
-    setup = set_up(config, process)
+    setup = set_up(config, process, training=False)
     set_numerics(config.trainer)
     with process.process_group(setup.device, config.trainer.timeout):
         return _evaluate_in_group(setup, weights)

@@ -105,6 +105,22 @@ def test_a_run_that_has_no_update_ends_before_training(overrides: str, tmp_path:
     assert not Path("none", "config.yaml").exists()
 
 
+def test_an_evaluation_needs_no_batch_statistics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Single images, of which batch norm sees one value per channel: the numbers of larger batches."""
+    monkeypatch.chdir(tmp_path)
+    train("data.size=8", "run_dir=small")
+    found = []
+    for size in (1, 8):
+        capsys.readouterr()
+        evaluate.main(["small", f"data.batch_size={size}"])
+        found.append(json.loads(capsys.readouterr().out))
+    numbers = [{key: value for key, value in each.items() if isinstance(value, float)} for each in found]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-5)
+    assert numbers[0]
+
+
 def test_weights_of_a_network_with_another_head(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train("data.classes=7", "optim.lr=0", f"init_from={trained}", "init_skip=[head]", "run_dir=tuned")
     told = f"initial weights of 9 of 10 blocks from {trained}/model.pt, after microbatch 4 (1 epochs done); random: head"
