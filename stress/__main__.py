@@ -28,6 +28,7 @@ PROGRAMS = {
     "silent_data": "-m stress.silent_data",
     "hosts": "-m stress.two_hosts",
     "slurm": "-m stress.slurm",
+    "silent_library": "-m stress.silent_library",
     "silent_commands": "-m stress.silent_commands",
 }
 """Arguments of Python by name of the test."""

@@ -162,7 +162,7 @@ class DataPort:
         """Return a function that reads inputs, and returns them on the device in their own memory: sources may reuse buffers."""
 
         def checked(m: int) -> Tensor:
-            x = read(m)
+            x = _tensor(read(m), f"the data of microbatch {m}")
             self.inputs.require(x, f"the data of microbatch {m}")
             return x
 
@@ -209,7 +209,8 @@ class LossPort:
         self.totals.zero_()
         read = staged(data.targets, self.device, range(start, start + microbatches))
         self.data = data
-        self._read = (lambda m: read(m).clone()) if self.device.type == "cpu" else read  # a loss may change them
+        # A loss may change them in place.
+        self._read = (lambda m: _tensor(read(m), f"the targets of microbatch {m}").clone()) if self.device.type == "cpu" else read
         self._training, self._start = training, start
         self._padded = None if training or not isinstance(data, PaddedSource) else data
 
@@ -257,6 +258,12 @@ class LossPort:
             _require_scalar(f"metric {name}", metrics[name])
         report = torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())])
         return _unless_empty(count, report)
+
+
+def _tensor(value: object, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise invalid(name, "a tensor", type(value).__name__, ModelError)
+    return value
 
 
 def _unless_empty(count: Tensor, values: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class Recipe:
 
     Attributes:
         optimizer: Builds the optimizer of a stage from its blocks.
-        learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own.
+        learning_rate: Maps the number of microbatches done to a learning rate; None keeps the optimizer's own. Each stage calls it
+            for its updates, so it must depend on its argument only.
         loss: Mean loss of (output, targets); :class:`Losses` for two different ones. Targets of -100 do not count.
         metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
         seed: Seed of the weights and of the random numbers that blocks draw.
