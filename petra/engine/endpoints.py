@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from traceback import walk_tb
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ class Losses:
 class DataSource(Protocol):
     """Microbatches by index, the same in every process. The first stage reads the inputs, the last stage reads the targets.
 
-    On a GPU, another thread calls these methods in advance.
+    On a GPU, another thread calls these methods in advance. With an attribute ``batch_size``, its number of rows, and a method
+    ``real_rows(m)``, an evaluation leaves out the padding rows that follow the real ones.
     """
 
     def inputs(self, m: int) -> Tensor:
@@ -68,20 +69,6 @@ class RefetchSource(DataSource, Protocol):
 
         Called for the same microbatches in the same order as :meth:`inputs`, but later.
         """
-
-
-@runtime_checkable
-class PaddedSource(DataSource, Protocol):
-    """Data source some of whose microbatches end with padding rows. Loss and metrics of an evaluation get the rows before these.
-
-    Attributes:
-        batch_size: Number of rows of each microbatch.
-    """
-
-    batch_size: int
-
-    def real_rows(self, m: int) -> int:
-        """Return the number of rows of microbatch ``m`` that are no padding."""
 
 
 def require_source(data: object, microbatches: int, *, refetches: bool) -> None:
@@ -199,7 +186,7 @@ class LossPort:
         self.device, self.losses, self.metrics = device, losses, dict(metrics)
         self._scalars = [name for name, metric in metrics.items() if size_of(metric) == 1]  # slow to find out
         self.data: DataSource | None = None
-        self._padded: PaddedSource | None = None
+        self._padded: Any = None
         self._pending: dict[int, Message] = {}
         self._training, self._start = True, 0
         self.totals = torch.zeros(2 + sum(map(size_of, metrics.values())), dtype=torch.float64, device=device)
@@ -212,7 +199,7 @@ class LossPort:
         # A loss may change them in place.
         self._read = (lambda m: _tensor(read(m), f"the targets of microbatch {m}").clone()) if self.device.type == "cpu" else read
         self._training, self._start = training, start
-        self._padded = None if training or not isinstance(data, PaddedSource) else data
+        self._padded = None if training or not hasattr(data, "real_rows") else data
 
     def send(self, m: int, message: Message) -> None:
         """Take the output of microbatch ``m``. Compute its loss and gradient, or in an evaluation, add its report to ``totals``."""
