@@ -28,7 +28,7 @@ from ..doctor.machine import inspect_machine
 from ..runtime.agent import ONE_MACHINE
 from ..runtime.machine import LOOPBACK
 from ..runtime.rank import Process
-from ..runtime.terminal import command, parser_for
+from ..runtime.terminal import command, parser_for, path_argument
 from .measure import ALONE, CONTESTANTS, TINY, WORKS, Measurement
 from .page import as_table, write_page
 
@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure all contestants, write page and figures, and print a table. Exit with status 1 if nothing was measured."""
     parser = parser_for(__doc__)
     parser.add_argument("what", choices=["gpu"], help="what to measure")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder of the page and the figures (runs/bench)")
+    parser.add_argument(
+        "--out", type=path_argument, default=Path("runs/bench"), help="folder of the page and the figures (runs/bench)"
+    )
     parser.add_argument("--minutes", type=float, default=40.0, help="time limit; what does not fit is left out and named")
     parser.add_argument("--devices", type=int, help="GPUs, or processes on a machine without GPUs; by default all, or 2")
     parser.add_argument("--only", nargs="*", metavar="TEXT", help="only contestants with this text in their printed names")

@@ -36,7 +36,7 @@ from petra.errors import alternatives, require
 from ..doctor.machine import PREFIXES, missing_gpu
 from ..runtime.agent import ONE_MACHINE, this_process
 from ..runtime.rank import DUMPS
-from ..runtime.terminal import command, parser_for, table
+from ..runtime.terminal import command, parser_for, path_argument, table
 from .parts import PARTS
 from .plan import Trial, judge, plan
 
@@ -70,7 +70,7 @@ Results = dict[str, dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts and write the report. Exit with status 1 if a part failed."""
     parser = parser_for(__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/selftest"), help="folder of the report (runs/selftest)")
+    parser.add_argument("--out", type=path_argument, default=Path("runs/selftest"), help="folder of the report (runs/selftest)")
     parser.add_argument("--quick", action="store_true", help="only the parts of three minutes (the default)")
     parser.add_argument("--full", action="store_true", help="all parts")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit; parts that don't fit are left out and named")
