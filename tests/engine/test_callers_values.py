@@ -1,9 +1,14 @@
 """What a caller passes stays the caller's: petra neither writes to it nor keeps it by reference."""
 
+from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,6 +44,31 @@ def test_tensors_of_a_schedule_are_read_and_not_written(capturable: bool) -> Non
     assert [float(t) for t in table] == list(RATES)
     assert_equal(found, expected)
     assert not any(group["lr"] is t for w in found.workers.values() for group in w.update.optimizer.param_groups for t in table)
+
+
+KINDS: dict[str, Callable[[float], object]] = {
+    "number": float,
+    "float64": lambda rate: torch.tensor(rate, dtype=torch.float64),
+    "numpy": np.float64,
+    "array": lambda rate: np.array(rate),
+    "fraction": Fraction,
+    "requires_grad": lambda rate: torch.tensor(rate, dtype=torch.float64, requires_grad=True),
+}
+
+
+@settings(max_examples=max(settings().max_examples // 20, 5))
+@given(st.lists(st.floats(0, 0.2), min_size=1, max_size=3), st.sampled_from(sorted(KINDS)), st.booleans(), st.integers(1, 4))
+def test_rates_of_any_type_are_read_and_not_written(rates: list[float], kind: str, capturable: bool, stages: int) -> None:
+    """Draws a table of rates, the type of its entries, whether the optimizer has a tensor as rate, and the number of stages."""
+    table, runs = [KINDS[kind](rate) for rate in rates], []
+    for rate in (lambda t: table[t % len(rates)], lambda t: rates[t % len(rates)]):
+        start = torch.tensor(0.5, dtype=torch.float64) if capturable else 0.5
+        made = lambda module, lr=start: torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)  # noqa: E731
+        runs.append(mixed(stages=stages, k=2, optimizer=made, learning_rate=rate))
+        runs[-1].train(RandomSource(), 4)
+        assert float(start) == 0.5
+    assert_equal(*runs)
+    assert [float(entry) for entry in table] == rates  # type: ignore[arg-type]
 
 
 def test_optimizers_of_all_stages_may_be_given_one_tensor_as_learning_rate() -> None:
