@@ -1,13 +1,12 @@
 """Check on the first microbatch that the backward pass of each block fits its forward pass.
 
-A reversible block must reconstruct the input that went in, with the gradients of plain autograd, and a block that stores its input
-must return the same output when it is evaluated again. Blocks are checked again if their hooks, modes or classes have changed. The
-check of a reversible block costs one more forward and backward pass of it; that of another block costs nothing.
+A block that stores its input must return the same output again. :mod:`petra.engine.options.checked_inverse` checks reversible ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -18,13 +17,13 @@ from torch import Tensor, nn
 from petra.engine.block import BlockRunner, Stored, WrappedRunner
 from petra.engine.stage import Stage
 from petra.engine.weights import WeightVersion
+from petra.engine.worker import Worker
 from petra.errors import ModelError, invalid
 from petra.specs import Streams
-from petra.torch_private import leaves_of, tree_leaves
+from petra.torch_private import leaves_of, storage_key, tree_leaves, version_counter
 
+log = logging.getLogger(__name__)
 Samples = list[tuple[Tensor, Tensor]]
-SAMPLES = 1024
-"""Number of entries of a stream that are compared, besides the sum of each row."""
 
 
 def unchecked(stage: Stage) -> Iterator[BlockRunner]:
@@ -43,21 +42,12 @@ def unchecked(stage: Stage) -> Iterator[BlockRunner]:
 class CheckedFunction:
     """Takes the place of a runner's :class:`BlockFunction` until one microbatch has passed forward and backward.
 
-    Tolerances follow from the machine epsilon of the type in which the block computes: eps^0.6 for streams, relative to their
-    largest entry, and eps^0.4 for gradients, relative to their norm. These are 4e-10 and 5e-7 in float64, 7e-5 and 2e-3 in float32,
-    0.02 and 0.06 in float16, and 0.05 and 0.14 in bfloat16.
-
-    Args:
-        runner: The runner.
-        autocast: Type in which blocks compute under autocast, or None.
-        warn: Called if the block stores what could be an auxiliary loss.
-
-    Raises:
-        ModelError: If the passes do not fit. The message names the block.
+    Streams may differ by eps^0.6 of their largest entry, and gradients by eps^0.4 of their norm, where eps is that of the type in
+    which the block computes (docs/own_model.md). Other differences raise a ModelError that names the block.
     """
 
-    def __init__(self, runner: BlockRunner, autocast: torch.dtype | None, warn: Callable[[str], None]) -> None:
-        self.runner, self.function, self._autocast, self._warn = runner, runner.function, autocast, warn
+    def __init__(self, runner: BlockRunner, autocast: torch.dtype | None, warned: set[str]) -> None:
+        self.runner, self.function, self._autocast, self.warned = runner, runner.function, autocast, warned
         self._m: int | None = None
         vars(runner).update(function=self, with_graph=self.with_graph)
 
@@ -74,7 +64,7 @@ class CheckedFunction:
         return y
 
     def with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
-        """Evaluate the block as :meth:`BlockRunner.with_graph` does: again in the backward pass, unless it keeps its graph."""
+        """Evaluate the block: again in the backward pass, unless it keeps its graph."""
         stored = type(self.runner).with_graph(self.runner, m, x, version)
         if m == self._m:
             self.end(stored.outputs, version)
@@ -96,10 +86,10 @@ class CheckedFunction:
             for attribute, value in vars(module).items():
                 derived = any(name.startswith(f"{attribute}_") for name in module._parameters)  # as weight of weight_g and weight_v
                 if not derived and any(isinstance(t, Tensor) and t.grad_fn is not None for t in tree_leaves(value)):
-                    place = f"{key}.{attribute}".removeprefix(".")
-                    self._warn(
-                        f"{self.name}: forward stores {place}, from which no gradient comes back: only outputs carry gradients"
-                    )
+                    if not self.warned:
+                        what = "from which no gradient comes back: only outputs carry gradients"
+                        log.warning("%s: forward stores %s, %s", self.name, f"{key}.{attribute}".removeprefix("."), what)
+                    self.warned.add(attribute)
 
     def restore(self) -> None:
         vars(self.runner).update(function=self.function)
@@ -116,7 +106,19 @@ def samples(streams: Streams) -> Samples:
     found = []
     for stream in streams:
         rows = [row.flatten() for row in torch.split(stream.detach(), 1)]
-        step = max(1, stream.numel() // SAMPLES)
+        step = max(1, stream.numel() // 1024)
         entries = torch.cat([row[::step] for row in rows]).double()
         found.append((entries, torch.stack([row.sum(dtype=torch.float64) for row in rows]) / max(1, rows[0].numel()) ** 0.5))
+    return found
+
+
+def marks_of(worker: Worker) -> dict[str, tuple[Any, ...]]:
+    """Return what changes if somebody changes a mode or a tensor of a worker's stage. 64 entries show changes by ``.data``."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for block, module in ((runner.function.name, runner.function.module) for runner in worker.stage.runners):
+        found |= {f"{block}, {name}, mode": (part.training,) for name, part in module.named_modules()}
+        for name, t in chain(module.named_parameters(), module.named_buffers()):
+            for key, own in ((f"{block}, {name}", t), (f"{block}, {name}.grad", t.grad)):
+                entries = () if own is None else own.detach().flatten()[:: max(1, own.numel() // 64)].tolist()
+                found[key] = (own, entries) if own is None else (id(own), storage_key(own), version_counter(own), entries)
     return found

@@ -15,8 +15,6 @@ from petra.errors import ModelError, first_line, invalid, require
 from petra.specs import IGNORED, Message, Streams, TensorSpec, are_integers, detached, without_side
 from petra.torch_private import leaves_of, storage_key, vector_jacobian_products, version_counter
 
-LOSS_CHECK_INTERVAL = 16
-"""Microbatches between two checks of the graph of the loss. The first ones of each run are checked, too."""
 Read = Callable[[int], Tensor]
 """Function of a microbatch that returns a tensor."""
 Loss = Callable[..., Tensor]
@@ -211,8 +209,8 @@ class LossPort:
                 return
         count = count_targets(targets)
         if self._training:
-            check = m % LOSS_CHECK_INTERVAL == 0 or m < self._start + LOSS_CHECK_INTERVAL
-            loss, gradients = loss_and_gradients(self.losses.training, output, targets, count, check=check)
+            often = m % 16 == 0 or m < self._start + 16  # takes as long as a small loss
+            loss, gradients = loss_and_gradients(self.losses.training, output, targets, count, check=often)
             gradients, report = self._of_share(m, output, gradients, self._report(output, targets, loss, count))
             self._pending[m] = (without_side(output), gradients, (report,))
         else:
@@ -288,11 +286,7 @@ def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
 def loss_and_gradients(
     loss: Loss, output: Streams, targets: Tensor, count: Tensor, *, check: bool = True
 ) -> tuple[Tensor, Streams]:
-    """Return the loss of one microbatch and its gradients with respect to the output, all detached; 0 if no target counts.
-
-    Args:
-        check: Whether to check that the loss depends on nothing else that requires a gradient, which takes as long as a small loss.
-    """
+    """Return the loss of one microbatch and its gradients with respect to the output, all detached; 0 if no target counts."""
     output = tuple(t.requires_grad_(t.is_floating_point()) for t in detached(output))
     streams = without_side(output)
     with torch.enable_grad():

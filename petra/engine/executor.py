@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,8 +21,6 @@ from petra.transport import Transport
 
 if TYPE_CHECKING:
     from petra.engine.options.early_stop import EarlyStop
-
-log = logging.getLogger(__name__)
 
 
 class ProcessRound(NamedTuple):
@@ -61,7 +58,7 @@ class Executor:
         on_completed: Callable[[int], None] | None = None,
     ) -> None:
         self._plan, self._workers, self._transport, self._hooks = plan, workers, transport, hooks
-        self._on_completed, self._drained, self._warned = on_completed, True, False
+        self._on_completed, self._drained, self._warned = on_completed, True, set[str]()
 
     def prepare(
         self, start: int, end: int, stop: Callable[[], bool] | None = None
@@ -82,7 +79,7 @@ class Executor:
                     from petra.engine.options.checked_inverse import CheckedInverse
 
                     kind = CheckedInverse
-                kind(runner, self._plan.numerics.autocast, self._warn_once)
+                kind(runner, self._plan.numerics.autocast, self._warned)
             if any(any(hooks_of(p)) for p in worker.stage.gradients.parameters):
                 from petra.engine.options.parameter_hooks import call_hooks_of
 
@@ -124,11 +121,6 @@ class Executor:
                 self._on_completed(completed + shift)
         self._transport.finish()
         self._drained = True
-
-    def _warn_once(self, message: str) -> None:
-        if not self._warned:
-            log.warning(message)
-        self._warned = True
 
     def observing(self) -> AbstractContextManager[None]:
         """Return a context in which the attached hooks observe the workers."""

@@ -80,9 +80,7 @@ class seeded:
 
 
 class watch_draws:
-    """Find whether the global generators are used inside the ``with`` block. If so, :attr:`drew` is True, and their states are
-    restored.
-    """
+    """Find whether functions inside the ``with`` block use the global generators (:attr:`drew`), and restore their states."""
 
     __slots__ = ("_generators", "_states", "drew")
 

@@ -1,6 +1,8 @@
 """Losses, blocks and calls that a pipeline can't follow: results equal plain PyTorch's, or an error says what does not fit."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import Keep, Method, Model, ModelError, Pipeline, Weights
+from petra import Keep, Method, Model, ModelError, Numerics, Pipeline, TensorSpec, UpdateRules, Weights
 from petra.reversible import Coupling
+from petra.training import Checkpoints
 from tests.engine.test_any_block import FLAT, Halves, Vectors, linear
-from tests.support.nets import hook, make_pipeline, sgd, train_plainly
+from tests.support.nets import assert_equal, hook, make_pipeline, restored, sgd, train_plainly
 
 
 def reversible(*functions: nn.Module, **settings: Any) -> Pipeline:
@@ -158,7 +161,8 @@ class Statistics(nn.Module):
         self.linear, self.norm = linear(3, 3), nn.BatchNorm1d(3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.norm(self.linear(x)) + self.norm.running_mean)
+        y: Tensor = torch.tanh(self.norm(self.linear(x)) + self.norm.running_mean)
+        return y
 
 
 class Decays(nn.Module):
@@ -171,7 +175,8 @@ class Decays(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             (self.linear.weight.data if self.silently else self.linear.weight).mul_(0.9)
-        return torch.tanh(self.linear(x))
+        y: Tensor = torch.tanh(self.linear(x))
+        return y
 
 
 class Counts(nn.Module):
@@ -305,7 +310,7 @@ def test_checks_cost_one_forward_and_backward_pass_of_a_reversible_block_once() 
             calls.append("F")
             y = super().forward(x)
             if y.requires_grad:
-                y.register_hook(lambda g: calls.append("B"))
+                y.register_hook(lambda g: calls.append("B"))  # type: ignore[no-untyped-call]
             return y
 
     block = nn.Sequential(Counted(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)).double()
@@ -318,3 +323,96 @@ def test_checks_cost_one_forward_and_backward_pass_of_a_reversible_block_once() 
     assert pipeline.state_dict()["c0.f.1.num_batches_tracked"] == 1
     pipeline.train(Vectors(), 2)
     assert (calls.count("F"), calls.count("B")) == (7, 4)
+
+
+# Between two calls of train
+
+
+def twice(change: Callable[[Pipeline], object], first: int = 4, **settings: Any) -> dict[str, Tensor]:
+    """Return the weights of a pipeline that somebody changes between two calls of ``train``."""
+    torch.manual_seed(0)
+    pipeline = reversible(nn.Sequential(linear(3, 3), nn.BatchNorm1d(3).double()), **({"k": 2} | settings))
+    pipeline.train(Vectors(), first)
+    change(pipeline)
+    pipeline.train(Vectors(), 4)
+    return {key: value.clone() for key, value in pipeline.state_dict().items() if "running" not in key and "num_" not in key}
+
+
+def saliency(pipeline: Pipeline) -> None:
+    y: Any = (Vectors().inputs(50).requires_grad_(),)
+    for _, block in pipeline.blocks():
+        y = block(*y)
+        y = y if isinstance(y, tuple) else (y,)
+    y[0].square().sum().backward()
+
+
+def zero_grad(pipeline: Pipeline) -> None:
+    for _, block in pipeline.blocks():
+        block.zero_grad()
+
+
+def test_gradients_of_the_callers_own_are_set_aside(caplog: pytest.LogCaptureFixture) -> None:
+    expected = twice(lambda pipeline: None)
+    assert_equal(twice(zero_grad), expected)
+    assert not caplog.messages
+    assert_equal(twice(saliency), expected)
+    assert caplog.messages[0].startswith("gradients have changed since the last call of train, which training sets aside: block ")
+    assert_equal(twice(zero_grad, first=3), twice(lambda pipeline: None, first=3))
+    with pytest.raises(ModelError, match=r"^block .*\.grad: expected that of a part of an update, as train left it"):
+        twice(saliency, first=3)
+
+
+@torch.no_grad()
+def halve(pipeline: Pipeline) -> None:
+    for p in (p for _, block in pipeline.blocks() for p in block.parameters()):
+        p.data.mul_(0.5)
+
+
+def test_parameters_that_a_caller_changes_count_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where updates start from other tensors: master weights, moving averages, older versions."""
+    twice(halve)
+    expected = "parameters have changed since the last call of train, training continues from them: block c0, f.0.bias and"
+    assert caplog.messages[0].startswith(expected)
+    model = Model.of("mine", {"a": nn.Linear(6, 6), "b": nn.Linear(6, 3)})
+    data = Vectors()
+    data.inputs = lambda m: Vectors.inputs(data, m).float()  # type: ignore[method-assign]
+    for rules in (UpdateRules(weights="bf16"), UpdateRules(average=0.999), UpdateRules()):
+        method = "pipedream_2bw" if rules == UpdateRules() else "petra"
+        numerics = Numerics(autocast=torch.bfloat16 if rules.weights == "bf16" else None)
+        spec = TensorSpec((4, 6), torch.float32)
+        pipeline = make_pipeline(model, spec, optimizer=partial(sgd, lr=1e-4), rules=rules, numerics=numerics, method=method, k=4)
+        for call in range(2):  # before the first call, too
+            for p in (p for _, block in pipeline.blocks() for p in block.parameters()):
+                p.data.zero_()
+            pipeline.train(data, 4)
+            with pipeline.averaged():
+                assert max(p.abs().max().item() for _, block in pipeline.blocks() for p in block.parameters()) < 0.01, (rules, call)
+
+
+def test_modes_that_a_caller_changes_are_refused_or_named(caplog: pytest.LogCaptureFixture) -> None:
+    def evaluation(pipeline: Pipeline) -> None:
+        for _, block in pipeline.blocks():
+            block.eval()
+
+    with pytest.raises(ModelError, match=r"^block .*: expected the mode in which train left it .*, got evaluation mode$"):
+        twice(evaluation)
+    twice(lambda pipeline: dict(pipeline.blocks())["c0"].get_submodule("f.1").eval())
+    assert caplog.messages == ["modes have changed since the last call of train, training continues in them: block c0, f.1, mode"]
+
+
+def test_statistics_that_a_forward_pass_of_the_caller_moves_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    twice(lambda pipeline: dict(pipeline.blocks())["c0"](*torch.randn(2, 4, 3).double()))
+    assert caplog.messages[0].startswith(
+        "buffers have changed since the last call of train, training continues from them: block c0, "
+    )
+
+
+def test_what_petra_changes_between_calls_is_not_noticed(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    def own(pipeline: Pipeline) -> None:
+        pipeline.evaluate(Vectors(), 2)
+        Checkpoints(tmp_path / "checkpoints").save(pipeline, {})
+        restored(pipeline, tmp_path / "checkpoints")
+        pipeline.load_state_dict({key: value.clone() for key, value in pipeline.state_dict().items()})
+
+    twice(own, rules=UpdateRules(average=0.9))
+    assert not caplog.messages
