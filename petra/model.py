@@ -281,7 +281,7 @@ def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) ->
     try:
         with torch.no_grad(), frozen_statistics(normalisations(block)), counter, _SameTypes():  # type: ignore[no-untyped-call]
             output = block(*streams)
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, ModelError) as error:
         raise invalid(f"block {name}", "an input that it accepts", f"{given} ({first_line(error)})", ModelError) from error
     outputs, reversible = _checked_streams(name, output), isinstance(block, ReversibleBlock)
     profile = BlockProfile(

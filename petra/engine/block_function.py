@@ -96,7 +96,7 @@ class BlockFunction:
 
     def _evaluate(self, x: Streams, seed: int | None, version: WeightVersion | None) -> Tensor | Streams:
         arguments, seed = ({}, seed) if self._reversible is None else ({"seed": seed}, None)
-        with forbid_inplace(x, self.module), seeded(seed, x[0].device):
+        with forbid_inplace(x, self.name), seeded(seed, x[0].device):
             if version is None:
                 return self.module(*x, **arguments)  # type: ignore[no-any-return]
             return functional_call(self.module, version, x, arguments)  # type: ignore[no-any-return]

@@ -267,6 +267,8 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
     fits = callable(step) and hasattr(optimizer, "param_groups")
     require(fits, "optimizer", "a function that returns a torch.optim.Optimizer", f"one that returns {name}")
     require(hasattr(optimizer, "state"), "optimizer", "one whose state is a dictionary by parameter, for checkpoints", name)
+    scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+    require(not scheduled, "optimizer", "one without a scheduler (learning_rate takes a function of the microbatches)", name)
     arguments = signature(optimizer.step).parameters.values()
     needed = [a for a in arguments if a.default is a.empty and a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     require(not needed, "optimizer", "one whose step needs no closure, since passes of other microbatches are in flight", name)

@@ -128,9 +128,9 @@ class Coupling(ReversibleBlock):
         if seed is None and not context:  # the context managers below would take as long as a small function
             before, y = version_counter(x), f(x)
             if version_counter(x) != before:
-                raise modified(f)
+                raise modified(type(f).__name__)
             return y  # type: ignore[no-any-return]
-        with forbid_inplace(inputs, f), seeded(seed, x.device):
+        with forbid_inplace(inputs, type(f).__name__), seeded(seed, x.device):
             return f(*inputs)  # type: ignore[no-any-return]
 
 

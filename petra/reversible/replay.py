@@ -123,29 +123,29 @@ def may_draw(module: nn.Module) -> bool | None:
 
 
 class forbid_inplace:
-    """Check that ``module`` does not modify its inputs ``tensors``, of any shape, in place: other blocks may still need them.
+    """Check that the module ``name`` does not modify its inputs ``tensors``, of any shape, in place: other blocks may still need them.
 
     Raises:
         ModelError: If it does. The message names the module.
     """
 
-    __slots__ = ("_module", "_tensors", "_versions")
+    __slots__ = ("_name", "_tensors", "_versions")
 
-    def __init__(self, tensors: Sequence[Tensor], module: nn.Module) -> None:
-        self._tensors, self._module = tensors, module
+    def __init__(self, tensors: Sequence[Tensor], name: str) -> None:
+        self._tensors, self._name = tensors, name
 
     def __enter__(self) -> None:
         self._versions = [version_counter(t) for t in self._tensors]
 
     def __exit__(self, failed: object, *_: object) -> None:
         if not failed and [version_counter(t) for t in self._tensors] != self._versions:
-            raise modified(self._module)
+            raise modified(self._name)
 
 
-def modified(module: nn.Module) -> ModelError:
+def modified(name: str) -> ModelError:
     """Return the error of a module that modifies its input in place."""
     return ModelError(
-        f"{type(module).__name__} modifies its input in place, but other blocks still need this input; remove "
+        f"{name} modifies its input in place, but other blocks still need this input; remove "
         "the in-place operation (often inplace=True in the first layer)"
     )
 

@@ -262,7 +262,7 @@ test_what_does_not_fit_is_one_clear_error = refuses(
     *(
         (
             lambda method=method, stages=stages: chain(*IN_PLACE, method=method, stages=stages).train(Vectors(), 4),
-            "^Sequential modifies its input in place",
+            "^block b1 modifies its input in place",
         )
         for method, stages in (("backprop", 1), ("reversible", None), ("delayed", None), ("1f1b", 1))
     ),

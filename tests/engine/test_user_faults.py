@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import Keep, Method, Model, ModelError, Numerics, Pipeline, TensorSpec, UpdateRules, Weights
+from petra import ConfigError, Keep, Method, Model, ModelError, Numerics, Pipeline, TensorSpec, UpdateRules, Weights
 from petra.reversible import Coupling
 from petra.training import Checkpoints
 from tests.engine.test_any_block import FLAT, Halves, Vectors, linear
@@ -416,3 +416,15 @@ def test_what_petra_changes_between_calls_is_not_noticed(caplog: pytest.LogCaptu
 
     twice(own, rules=UpdateRules(average=0.9))
     assert not caplog.messages
+
+
+def test_an_error_names_the_block_or_the_cause() -> None:
+    def scheduled(module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = sgd(module)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return optimizer
+
+    with pytest.raises(ModelError, match=r"^block c0: .*f: expected a function with outputs of the shape of its stream"):
+        reversible(linear(3, 2))
+    with pytest.raises(ConfigError, match=r"^optimizer: expected one without a scheduler \(learning_rate takes"):
+        reversible(linear(3, 3), optimizer=scheduled)
