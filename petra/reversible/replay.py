@@ -123,7 +123,7 @@ def may_draw(module: nn.Module) -> bool | None:
 
 
 class forbid_inplace:
-    """Check that the module ``name`` does not modify its inputs ``tensors``, of any shape, in place: other blocks may still need them.
+    """Check that the module ``name`` does not modify its inputs ``tensors`` in place: other blocks may still need them.
 
     Raises:
         ModelError: If it does. The message names the module.
