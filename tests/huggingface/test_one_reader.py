@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
@@ -38,14 +37,14 @@ class Reads(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, model: Any, **named: Any) -> None:
         self.found.append(float(sum(p.detach().double().sum() for p in model.parameters())))
-        control.should_save = (
-            state.global_step == 2 and int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
+        control.should_save = state.global_step == 2 and os.environ.get("RANK", "0") == str(
+            int(os.environ.get("WORLD_SIZE", "1")) - 1
         )
 
 
 def trained(rank: int, folder: str, world: int) -> tuple[Any, ...]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
-    os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": 1}.items()})
+    os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": 1}.items() if world > 1})
     from petra.huggingface import PetraTrainer
 
     data = rows(20) if rank == 0 else rows(20)[::-1]  # never read
@@ -90,7 +89,6 @@ def test_masks_and_labels_agree_and_draws_are_those_of_trainer(tmp_path: Path) -
 @pytest.mark.processes
 def test_two_processes_with_other_seeds_and_data_equal_one(tmp_path: Path) -> None:
     found = run_processes(2, trained, tmp_path, str(tmp_path), 2, timeout=120)
-    assert not dist.is_initialized()
     for part in (0, 1, 2, 4, 5):
         assert found[0][part] == found[1][part], part
     assert found[0][4] == ["checkpoint-2"]  # the last process has asked for it
