@@ -32,7 +32,7 @@ def stage_optimizer(whole: torch.optim.Optimizer, states: States, module: nn.Mod
         states: States of parameters, which it takes over.
     """
     own = {id(p) for p in module.parameters() if p.requires_grad}
-    groups = [{**group, GROUP: i} for i, group in enumerate(whole.param_groups)]
+    groups = [{**_settings(group), "params": group["params"], GROUP: i} for i, group in enumerate(whole.param_groups)]
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) in own]
     accepted = signature(type(whole).__init__).parameters
@@ -49,7 +49,12 @@ def copy_settings(whole: torch.optim.Optimizer, pipeline: Pipeline) -> None:
     """Give the optimizers of a process's stages the learning rates, and all other settings, that ``whole`` has now."""
     for worker in pipeline.workers.values():
         for group in () if worker.update.optimizer is None else worker.update.optimizer.param_groups:
-            group.update({key: value for key, value in whole.param_groups[group[GROUP]].items() if key != "params"})
+            group.update(_settings(whole.param_groups[group[GROUP]]))
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a group without the mark of a scheduler: the stages' optimizers have none."""
+    return {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
 
 
 def states_of(pipeline: Pipeline) -> dict[Tensor, dict[str, Any]]:

@@ -111,6 +111,8 @@ def check_called(model: Any, base: Any, blocks: Mapping[str, nn.Module]) -> None
             expected = "layers with weights of their own (only an embedding and a head that share theirs are trained apart)"
             require(owners.setdefault(id(p), name) == name, f"model, {name}", expected, f"those of {owners[id(p)]}", ModelError)
     called = {id(part) for block in blocks.values() for part in block.modules()}
+    adapts = any(type(module).__name__ == "AdaLoraModel" for module in model.modules())
+    require(not adapts, "model", "adapters whose loss is that of the model", "AdaLoRA, whose regularizer reads weights", ModelError)
     path = next(name for name, module in model.named_modules() if module is base)
     above = {id(model.get_submodule(path[:i])) for i in range(len(path)) if i == 0 or path[i] == "."}
     for name, module in model.named_modules():
