@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from petra.errors import ModelError, first_line, invalid, require
 from petra.reversible import ReversibleBlock, ReversibleSequence, derive_seed, frozen_statistics, normalisations, seeded
 from petra.specs import Streams, TensorSpec, as_streams, is_side, without_side
-from petra.torch_private import TorchDispatchMode, has_hooks, hooks_of
+from petra.torch_private import TorchDispatchMode, hooks_of, module_hooks
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Model:
 
 def _parts(key: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the blocks of a reversible sequence by name, or the module itself. A sequence with hooks stays whole: they are its."""
-    if type(module) is not ReversibleSequence or not module.blocks or has_hooks(module):
+    if type(module) is not ReversibleSequence or not module.blocks or module_hooks(module):
         return [(key, module)]
     return [(f"{key}_{i}", block) for i, block in enumerate(module.blocks)]
 

@@ -91,9 +91,10 @@ def is_replica(module: nn.Module) -> bool:
     return getattr(module, "_is_replica", False)
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of its own, which see its input, output or their gradients."""
-    return bool(module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks)
+def module_hooks(module: nn.Module) -> list[Hook]:
+    """Return the hooks of a module, which see its input, output or their gradients."""
+    found = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return [hook for hooks in found for hook in hooks.values()]
 
 
 def cast_leaf(tensor: Tensor) -> Tensor | None:

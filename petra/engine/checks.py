@@ -20,7 +20,7 @@ from petra.engine.weights import WeightVersion
 from petra.engine.worker import Worker
 from petra.errors import ModelError, invalid
 from petra.specs import Streams
-from petra.torch_private import leaves_of, storage_key, tree_leaves, version_counter
+from petra.torch_private import leaves_of, module_hooks, storage_key, tree_leaves, version_counter
 
 log = logging.getLogger(__name__)
 Samples = list[tuple[Tensor, Tensor]]
@@ -32,8 +32,7 @@ def unchecked(stage: Stage) -> Iterator[BlockRunner]:
         while isinstance(runner, WrappedRunner):
             runner = runner.inner
         modules = [*runner.function.module.modules()]
-        hooks = ((m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks) for m in modules)
-        found = [[(type(m), m.training) for m in modules], [h for each in hooks for h in chain(*map(dict.values, each))]]
+        found = [(type(m), m.training, module_hooks(m)) for m in modules]
         if vars(runner).get("checked") != found:
             vars(runner)["checked"] = found
             yield runner

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from petra.errors import ModelError, require
 from petra.huggingface.feed import IMAGES
 from petra.huggingface.inputs import FIELDS
+from petra.torch_private import version_counter
 
 HEADS = ("lm_head", "cls", "classifier")
 """Modules that return the logits."""
@@ -66,7 +67,7 @@ class _Body(nn.Module):
     def __init__(self, batch: Mapping[str, Tensor], logits: Tensor) -> None:
         super().__init__()
         self.calls = 0
-        object.__setattr__(self, "batch", {n: (t, t._version) for n, t in batch.items() if n in (*FIELDS, IMAGES)})
+        object.__setattr__(self, "batch", {n: (t, version_counter(t)) for n, t in batch.items() if n in (*FIELDS, IMAGES)})
         object.__setattr__(self, "states", torch.zeros((), dtype=logits.dtype, device=logits.device).expand(logits.shape))
 
     def forward(self, *inputs: Any, **named: Any) -> _Hidden:
@@ -78,7 +79,7 @@ class _Body(nn.Module):
             if value is None or value is False or name in HARMLESS:
                 continue
             tensor, version = self.batch.get(name, (None, 0))
-            same = value is tensor and tensor._version == version
+            same = value is tensor and version_counter(tensor) == version
             expected = "the inputs of the batch, since the pipeline has computed the logits from them"
             require(same, f"{name} in forward", expected, "others", ModelError)
         states = self.states

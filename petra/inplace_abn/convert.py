@@ -17,7 +17,7 @@ from petra.inplace_abn.layer import InPlaceABN
 from petra.inplace_abn.normalise import away_from_zero
 from petra.models.layers import LEAK
 from petra.reversible.replay import INSTANCE_NORMS
-from petra.torch_private import NormBase, has_hooks, version_counter
+from petra.torch_private import NormBase, module_hooks, version_counter
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ACTIVATIONS = (nn.ReLU, nn.LeakyReLU)
@@ -109,7 +109,7 @@ class Call(NamedTuple):
             module = Call(self.root, reader).module
             if type(module) not in ACTIVATIONS:
                 return f"{type(module).__name__} follows"
-            return "its activation has hooks" if has_hooks(module) else "its slope is 0" if not _slope(module) else module
+            return "its activation has hooks" if module_hooks(module) else "its slope is 0" if not _slope(module) else module
         name = getattr(reader.target, "__name__", str(reader.target))
         return f"{name} follows" + (" as a function, not as a module" if "relu" in name else "")
 
@@ -253,7 +253,7 @@ def _named(network: nn.Module, pairs: Iterable[tuple[str, str]]) -> dict[nn.Modu
         norm, act = modules.get(name), modules.get(activation)
         reason = "nothing of that name" if norm is None else _unfit(norm)
         require(not reason, f"pairs: {name}", "a batch normalisation that can be inverted", reason, ModelError)
-        fits = type(act) in ACTIVATIONS and _slope(act) > 0 and not has_hooks(act)  # type: ignore[arg-type]
+        fits = type(act) in ACTIVATIONS and _slope(act) > 0 and not module_hooks(act)  # type: ignore[arg-type]
         require(fits, f"pairs: {activation}", "ReLU or LeakyReLU without hooks", act, ModelError)
         assert norm is not None
         assert act is not None
@@ -268,7 +268,7 @@ def _unfit(norm: nn.Module) -> str:
     assert isinstance(norm, NormBase)
     if norm.weight is None or not norm.track_running_stats or norm.momentum is None:
         return "it lacks weights, running statistics or a momentum"
-    if has_hooks(norm):
+    if module_hooks(norm):
         return "it has hooks"
     small = 0 if norm.weight.is_meta else int((norm.weight.abs() < norm.eps).sum())
     return f"|γ| < eps in {small} of {norm.num_features} channels" if small else ""

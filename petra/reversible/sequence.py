@@ -13,7 +13,7 @@ from petra.errors import ModelError, require
 from petra.reversible.coupling import Pair, ReversibleBlock, trainable_parameters
 from petra.reversible.replay import NOTHING, autocast_to, derive_seed, forbid_buffer_changes, frozen_statistics, normalisations
 from petra.specs import Streams
-from petra.torch_private import NormBase, has_hooks, is_replica, is_transformed, storage_key, version_counter, withheld_hooks
+from petra.torch_private import NormBase, is_replica, is_transformed, module_hooks, storage_key, version_counter, withheld_hooks
 
 
 class ReversibleSequence(nn.Module):
@@ -82,7 +82,7 @@ class _Step:
     def run(self, x1: Tensor, x2: Tensor) -> Pair:
         """Return the output. Hooks of the block see its graph: those of ``fully_shard`` gather parameters and reduce gradients."""
         block: Any = self.block
-        if not has_hooks(block):
+        if not module_hooks(block):
             return self._apply(x1, x2)
         own, self.function, inside = vars(block).get("forward"), block.forward, list[Tensor]()
 
