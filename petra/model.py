@@ -163,10 +163,10 @@ class Model:
         return Chain(OrderedDict((block.name, self.build_block(i, seed)) for i, block in enumerate(self.blocks)))
 
     def profile(self, inputs: TensorSpec) -> tuple[BlockProfile, ...]:
-        """Compute shapes, parameters and FLOPs of every block on the meta device.
+        """Compute shapes, parameters and FLOPs of every block on the meta device, or on the CPU if it can't run there.
 
-        This allocates no memory for tensors, runs no kernel, and changes no running statistics. Blocks that the same function
-        with the same arguments builds are profiled once for each form of their input.
+        The meta device allocates no memory for tensors and runs no kernel. Blocks that the same function with the same arguments
+        builds are profiled once for each form of their input.
 
         Args:
             inputs: Shape and type of a microbatch of inputs.
@@ -189,8 +189,12 @@ class Model:
             if key not in known or kinds[spec.kind] == 2:  # two blocks of a kind show whether that kind shares tensors
                 given = ", ".join(str(p) for p in profiles[-1].outputs) if profiles else str(inputs)
                 source = f"block {profiles[-1].name}" if profiles else "the data"
-                built[spec.name] = _build_on_meta(spec)
-                known[key] = _profile_block(spec.name, built[spec.name], streams, f"{given} from {source}")
+                try:
+                    built[spec.name], known[key] = _profile_block(spec, streams, f"{given} from {source}", "meta")
+                except ModelError as error:  # a block that reads values, or has tensors or generators of its own
+                    if "meta" not in str(error).lower():
+                        raise
+                    built[spec.name], known[key] = _profile_block(spec, streams, f"{given} from {source}", "cpu")
             profile, streams = known[key]
             profiles.append(replace(profile, name=spec.name))
         _check_distinct(self.name, built)
@@ -220,19 +224,15 @@ def copied(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _build_on_meta(spec: BlockSpec) -> nn.Module:
-    """Build a block on the meta device.
-
-    Raises:
-        ModelError: If this fails.
-    """
+def _build_on(device: str, spec: BlockSpec) -> nn.Module:
+    """Build a block on a device. Raise a ModelError that says why if this fails."""
     try:
-        with torch.device("meta"):
+        with seeded(0), torch.device(device):
             module = spec.build()
             _check_module(f"block {spec.name}", module)
             if any(not t.is_meta for t in (*module.parameters(), *module.buffers())):
                 _require_new(spec, module)
-            return module.to("meta")
+            return module.to(device)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
         got = f"an error when it is built ({first_line(error)})"
         raise invalid(f"block {spec.name}", "a function that builds it", got, ModelError) from error
@@ -267,20 +267,21 @@ def _require_new(spec: BlockSpec, module: nn.Module) -> None:
         raise invalid(f"block {spec.name}", expected, "one that returns the same module again", ModelError)
 
 
-def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) -> tuple[BlockProfile, Streams]:
-    """Compute the profile and the output of one block.
+def _profile_block(spec: BlockSpec, streams: Streams, given: str, device: str) -> tuple[nn.Module, tuple[BlockProfile, Streams]]:
+    """Build one block on a device, and return it, its profile and its output on the meta device.
 
     Args:
         streams: Its input, on the meta device.
         given: Description of the input and its source, for error messages.
 
     Raises:
-        ModelError: As :func:`_checked_streams`, or if the block does not accept the input.
+        ModelError: As :func:`_build_on` and :func:`_checked_streams`, or if the block does not accept the input.
     """
-    counter = FlopCounterMode(display=False)
+    name, block, counter = spec.name, _build_on(device, spec), FlopCounterMode(display=False)
+    inputs = [torch.zeros_like(t, device=device) for t in streams]
     try:
         with torch.no_grad(), frozen_statistics(normalisations(block)), counter, _SameTypes():  # type: ignore[no-untyped-call]
-            output = block(*streams)
+            output = block(*inputs)
     except (RuntimeError, ValueError, TypeError, ModelError) as error:
         raise invalid(f"block {name}", "an input that it accepts", f"{given} ({first_line(error)})", ModelError) from error
     outputs, reversible = _checked_streams(name, output), isinstance(block, ReversibleBlock)
@@ -293,7 +294,7 @@ def _profile_block(name: str, block: nn.Module, streams: Streams, given: str) ->
         reversible=reversible,
         exact=reversible and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,  # type: ignore[attr-defined]
     )
-    return profile, outputs
+    return block.to("meta"), (profile, tuple(t.to("meta") for t in outputs))
 
 
 class Chain(nn.Sequential):

@@ -393,3 +393,62 @@ def test_no_gradient_is_sent_to_stages_before_the_first_trained_one(tmp_path: An
     pipeline.train(data, 4)
     train_plainly(plain, sgd(plain), data, 4)
     torch.testing.assert_close(pipeline.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+# Blocks that read values, or hold tensors that are no parameters
+
+
+class Recurrent(nn.Module):
+    """Last output of a recurrent layer for a sequence of three equal vectors, with an initial state made in the forward pass."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(6, 6, batch_first=True).double()  # type: ignore[call-arg]
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros(1, len(x), 6, dtype=torch.float64)
+        before = (state, state) if isinstance(self.layer, nn.LSTM) else state
+        return self.layer(x[:, None].expand(-1, 3, -1), before)[0][:, -1]
+
+
+class OwnNoise(nn.Module):
+    """A layer with noise from a generator of the block's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+        self.layer = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+def orthogonal() -> nn.Module:
+    return nn.utils.parametrizations.orthogonal(linear())
+
+
+MADE = [*(partial(Recurrent, kind) for kind in (nn.GRU, nn.LSTM, nn.RNN)), orthogonal, OwnNoise]
+
+
+@pytest.mark.parametrize("build", MADE, ids=["gru", "lstm", "rnn", "orthogonal", "own noise"])
+def test_a_block_that_cannot_run_on_the_meta_device_trains_as_in_plain_pytorch(build: Callable[[], nn.Module]) -> None:
+    model = Model("mine", (BlockSpec("a", linear), BlockSpec("b", build), BlockSpec("c", partial(linear, 6, 3))))
+    state, keep = torch.get_rng_state(), Keep.GRAPH if build is OwnNoise else Keep.INPUT
+    pipeline = make_pipeline(model, FLAT, optimizer=sgd, method=Method("exact", 0, keep), stages=3)
+    assert torch.equal(torch.get_rng_state(), state)
+    plain = model.build(0)
+    pipeline.train(Vectors(), 2)
+    train_plainly(plain, sgd(plain), Vectors(), 2)
+    torch.testing.assert_close(pipeline.state_dict(), dict(plain.state_dict()), rtol=0, atol=1e-12)
+
+
+def test_noise_of_a_generator_of_the_blocks_own_cannot_be_repeated() -> None:
+    pipeline = chain(linear(), OwnNoise(), linear(6, 3), method=Method("inputs", 0, Keep.INPUT))
+    with pytest.raises(ModelError, match=r"block b1: expected the same output for the same input again \(random numbers"):
+        pipeline.train(Vectors(), 2)
+
+
+def test_a_block_that_cannot_run_on_the_meta_device_is_told_the_input_that_it_does_not_accept() -> None:
+    model = Model("mine", (BlockSpec("a", partial(linear, 6, 5)), BlockSpec("b", orthogonal)))
+    with pytest.raises(ModelError, match=r"block b: expected an input that it accepts, got float64\[4, 5\] from block a \(mat1"):
+        model.profile(FLAT)
