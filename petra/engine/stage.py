@@ -13,7 +13,6 @@ from petra.engine.block import BlockRunner
 from petra.engine.weights import WeightVersion
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams, without_side
-from petra.torch_private import preserve_version_counter
 
 
 class Stage:
@@ -93,7 +92,9 @@ class Stage:
         for runner in self.runners:
             runner.versions.before_update()
         unused = self.gradients.hide_unused()
-        with preserve_version_counter(tuple(self.gradients.parameters)) if graphs_in_flight else NOTHING:
+        if graphs_in_flight:
+            from petra.engine.options.stored_graphs import overwriting
+        with overwriting(self.runners, tuple(self.gradients.parameters)) if graphs_in_flight else NOTHING:
             yield
         self.gradients.restore_and_zero(unused)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
@@ -10,20 +10,43 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, disable_saved_tensors_hooks, get_gradient_edge, saved_tensors_hooks
 
-from petra.engine.block import KeepGraph
+from petra.engine.block import BlockRunner, KeepGraph
 from petra.engine.block_function import Around, BlockFunction
 from petra.engine.weights import WeightVersions
-from petra.errors import ModelError
+from petra.errors import ModelError, require
 from petra.reversible import Gradients
 from petra.reversible.replay import NOTHING
 from petra.specs import Streams
-from petra.torch_private import cast_leaf
+from petra.torch_private import cast_leaf, preserve_version_counter, storage_key
 
 RECOMPUTES = (
     "activation checkpointing and other saved-tensor hooks inside a block can't be used with method.keep=graph and "
     "method.weights=current where updates come between forward and backward: the recomputation would use newer weights; use "
     "method.keep=input or method.weights=stashed"
 )
+
+
+@contextmanager
+def overwriting(runners: Sequence[BlockRunner], parameters: tuple[Tensor, ...]) -> Iterator[None]:
+    """Let an optimizer step in the body of the ``with`` statement write to parameters that stored graphs refer to.
+
+    Args:
+        runners: Runners of a stage's blocks.
+        parameters: The trained parameters of the stage.
+
+    Raises:
+        ConfigError: If the step gives a parameter other memory, while graphs keep some of the former weights.
+    """
+    current = [runner for runner in runners if not runner.versions.stashed]
+    used = [p for runner in current if any(s.outputs for s in runner.stored.values()) for p in runner.parameters.values()]
+    before = [(p.data, storage_key(p)) for p in used]  # the tensor keeps the memory from being given to others
+    with preserve_version_counter(parameters):
+        yield
+    replaced = any(storage_key(p) != key for p, (_, key) in zip(used, before, strict=True))
+    expected = (
+        "one that writes to parameters in place, as stored graphs refer to them (or method.keep=input or method.weights=stashed)"
+    )
+    require(not replaced, "optimizer", expected, "one that assigns p.data")
 
 
 class ForbidRecomputation(Around):
