@@ -21,10 +21,11 @@ from petra.engine.stage import Stage
 from petra.engine.worker import Worker
 from petra.errors import invalid
 from petra.method import Keep, Weights
-from petra.model import Model
+from petra.model import BlockSpec, Model
 from petra.plan import Plan
 from petra.plan.messages import boundary
 from petra.plan.plan import StagePlan
+from petra.reversible import seeded
 from petra.settings import Numerics
 from petra.specs import Message, MessageSpec, TensorSpec
 from petra.torch_private import DEVICE, TorchDispatchMode, eager, fake_tensor_mode, inner_tensors, storage_key, tree_leaves
@@ -97,8 +98,7 @@ def count_stage(
     forms = [(part.blocks.start == 0, part.inputs, part.keeps, part.weights, part.staleness > 0) for part in parts]
     key = (*zip(kinds, forms, strict=True), returns_input, remote, targets, recipe and bool(recipe.extensions) * stage.staleness)
     if key not in known:
-        with torch.device("meta"):
-            modules = [[model.blocks[b].build().train() for b in part.blocks] for part in parts]
+        modules = [[_on_meta(model.blocks[b]).train() for b in part.blocks] for part in parts]
         with fake_tensor_mode(), LiveBytes() as live:
             first = _receiver(boundary(parts[0].inputs, Keep.INPUT, numerics, 0).forward, remote[0])
             stages = []
@@ -210,6 +210,16 @@ def _receiver(spec: MessageSpec, remote: bool) -> Receive:
 def _empty(spec: TensorSpec) -> Tensor:
     last = torch.channels_last if spec.channels_last else torch.contiguous_format
     return torch.empty(spec.shape, dtype=spec.dtype, memory_format=last)
+
+
+def _on_meta(block: BlockSpec) -> nn.Module:
+    """Build a block on the meta device, or on the CPU if its function reads values, as that of an orthogonal parametrization."""
+    try:
+        with torch.device("meta"):
+            return block.build()
+    except RuntimeError:
+        with seeded(0):
+            return block.build().to("meta")
 
 
 def _fake_module(module: nn.Module, channels_last: bool) -> None:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses import fake_tensor
 
-from petra import ConfigError, Keep, Method, Numerics, Pipeline, TensorSpec, UpdateRules
+from petra import BlockSpec, ConfigError, Keep, Method, Model, Numerics, Pipeline, TensorSpec, UpdateRules
 from petra.cost_model.memory import PredictedMemory, predict_memory
 from petra.cost_model.stage_memory import Known, LiveBytes
 from petra.diagnostics.process_memory import BLOCK, rounded
@@ -43,6 +44,16 @@ def test_weights_gradients_and_states_are_those_of_the_parameters() -> None:
     assert sgd.gradients == sgd.optimizer == total
     assert adam.optimizer == 2 * total + BLOCK * len(parameters)  # a number of steps for each parameter
     assert averaged.optimizer == 2 * sgd.optimizer
+
+
+def test_a_block_whose_function_reads_values_is_counted() -> None:
+    def orthogonal() -> nn.Module:
+        return nn.utils.parametrizations.orthogonal(nn.Linear(8, 8))
+
+    model = Model("mine", (BlockSpec("a", lambda: nn.Linear(8, 8)), BlockSpec("b", orthogonal)))
+    plan = make_plan(model, TensorSpec((4, 8), torch.float32), method="petra", device_type="cuda")
+    (found,) = predict_memory(plan, Recipe(OPTIMIZERS["sgd"], lambda m: 0.1), TARGETS)
+    assert found.weights == sum(rounded(t.nbytes) for t in model.build(0).state_dict().values())
 
 
 def test_a_stage_that_fetches_its_input_again_does_not_store_it() -> None:
