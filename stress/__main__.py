@@ -29,6 +29,7 @@ PROGRAMS = {
     "hosts": "-m stress.two_hosts",
     "slurm": "-m stress.slurm",
     "silent_library": "-m stress.silent_library",
+    "silent_blocks": "-m stress.silent_blocks",
     "silent_commands": "-m stress.silent_commands",
 }
 """Arguments of Python by name of the test."""

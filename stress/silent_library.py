@@ -11,7 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -353,12 +353,12 @@ def trainer_history_is_the_callers() -> bool:
     return len(trainer.fit(2)) == 2
 
 
-def main() -> None:
-    """Run all tries, and print how each ended. A schedule that counts its calls is called by each stage, as documented."""
+def run_tries(functions: Mapping[str, Any], areas: Sequence[str]) -> None:
+    """Run the tries of some areas, print how each ended, and exit."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     ended: Counter[tuple[str, str]] = Counter()
-    for name, attempt in [(n, f) for n, f in globals().items() if "_" in n and callable(f) and n.partition("_")[0] in AREAS]:
+    for name, attempt in [(n, f) for n, f in functions.items() if "_" in n and callable(f) and n.partition("_")[0] in areas]:
         try:
             how = "right" if attempt() else "SILENT"
             text = ""
@@ -378,4 +378,4 @@ def main() -> None:
 AREAS = ("losses", "metrics", "sources", "schedules", "optimizers", "rules", "resume", "evaluation", "trainer")
 
 if __name__ == "__main__":
-    main()
+    run_tries(globals(), AREAS)
