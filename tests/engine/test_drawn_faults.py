@@ -110,7 +110,7 @@ def test_drawn_random_numbers_are_the_same_in_both_passes(
         begin = pipeline.microbatches_done
         pipeline.train(data, k * updates)
         first = min((m for m in kinds if begin <= m < pipeline.microbatches_done), default=None)
-        if first is not None and not inside:  # shows that the block draws, and is evaluated again
+        if first is not None and not inside and len(found[first]) > 2:  # shows that the block draws, and is evaluated again
             del found[first][0]
     assert sorted(found) == [*range(k * sum(calls))]
     for outputs in found.values():
