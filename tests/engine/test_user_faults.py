@@ -203,6 +203,27 @@ class Listed(nn.Module):
         return self.linear(x) * self.plain[0]
 
 
+class Table(nn.Module):
+    """Adds rows of a table with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = linear(3, 3), nn.Embedding(3, 3, sparse=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x) + self.table(x.detach().argmax(1))
+        return y
+
+
+def test_a_reversible_block_with_sparse_gradients_is_trained_as_plain_autograd_does() -> None:
+    blocks = {"stem": Halves(), "c0": Coupling(Table()), "merge": Halves(), "head": linear(6, 3)}
+    model, plain_sgd = Model.of("mine", blocks), lambda module: torch.optim.SGD(module.parameters(), lr=0.1)
+    pipeline, plain = make_pipeline(model, FLAT, optimizer=plain_sgd, method="reversible", k=2), model.build(0)
+    pipeline.train(Vectors(), 6)
+    train_plainly(plain, plain_sgd(plain), Vectors(), 6, 2)
+    torch.testing.assert_close(pipeline.state_dict(), dict(plain.state_dict()), rtol=1e-9, atol=1e-12)
+
+
 RECONSTRUCT = r"^block c0: expected inverse_vjp to reconstruct the input of forward .*, got one that differs by"
 GRADIENTS = r"^block c0: expected inverse_vjp to return the gradients of plain autograd .*, got another gradient of "
 

@@ -55,12 +55,12 @@ class CheckedInverse(CheckedFunction):
         scale = max(t.norm().item() for t in (*dx, *gradients.values()))
         wrong, missing = list[str](), {name: gradients[p] for name, p in self.parameters.items() if p in gradients}
 
-        def compare(name: str, own: Tensor | None, gradient: Tensor) -> Tensor:
+        def compare(name: str, own: Tensor | None, gradient: Tensor) -> Tensor | None:
             missing.pop(name, None)
             off = (gradient if own is None else gradient - own).norm().item()
             if isfinite(off) and off > self.eps**0.4 * gradient.norm().item() + self.eps**0.6 * scale:
                 wrong.append(name)
-            return gradient.new_zeros(()).expand_as(gradient)
+            return None if gradient.is_sparse else gradient.new_zeros(()).expand_as(gradient)
 
         weights = self.parameters if version is None else version
         handles = [weights[name].register_hook(partial(compare, name, gradients.get(p))) for name, p in self.parameters.items()]
