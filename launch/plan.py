@@ -269,7 +269,11 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
     on_gpus = config.trainer.transport == AUTO and config.trainer.device != "cpu"
     transport: TransportName = "lockstep" if on_gpus else config.trainer.transport  # what auto selects on GPUs
     known: Known = {}
-    rows, refused, predicted = list[Candidate](), list[str](), partial(stage_memories, setup, known)
+    rows, refused, predicted = (
+        list[Candidate](),
+        list[str](),
+        partial(stage_memories, setup, known, device_type="cuda" if on_gpus else setup.device.type),
+    )
     usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, KEEP_AUTO, AUTO_DELAY]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
     changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in ("auto", getattr(usual, k, v))]

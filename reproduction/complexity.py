@@ -124,6 +124,7 @@ def measure(method: Method, reversible: bool, stages: int) -> Complexity:
     )
     microbatches = 2 * (max(pipeline.plan.delays) + 1)
     first = pipeline.stages[1]
+    pipeline.train(_RandomData(inputs), 1)  # a pipeline's first microbatch is also checked
     with ExitStack() as stack:
         memory = stack.enter_context(ActivationMemory(pipeline, weights=False).attached())
         versions = stack.enter_context(pipeline.hooks.attached(_Versions(first)))

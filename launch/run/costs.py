@@ -102,15 +102,17 @@ def memory_table(setup: Setup) -> str:
     return table(("process", "stage", *MEMORY_PARTS, "total (MB)"), rows, aligned=True)
 
 
-def stage_memories(setup: Setup, known: Known, method: Method, tuned: Tuned) -> list[PredictedMemory]:
+def stage_memories(
+    setup: Setup, known: Known, method: Method, tuned: Tuned, *, device_type: str | None = None
+) -> list[PredictedMemory]:
     """Predict the memory of each stage of a method with a chosen partition and delay, on a device of its own. Nothing is allocated.
 
     Args:
-        known: As for :func:`petra.cost_model.memory.predict_memory`.
+        known, device_type: As for :func:`petra.cost_model.memory.predict_memory`; by default, the device of the setup.
     """
     config = replace(setup.config, trainer=replace(setup.config.trainer, transport=AUTO))  # that of one process may be local
     several = replace(setup, config=config, processes=len(tuned.stages) * config.dp)
-    return _memory(several.with_choice(tuned.stages, tuned.delay, method, tuned.keep), known)
+    return _memory(several.with_choice(tuned.stages, tuned.delay, method, tuned.keep), known, device_type)
 
 
 def block_memories(setup: Setup, known: Known, method: Method) -> list[BlockMemory]:
@@ -128,11 +130,11 @@ def block_memories(setup: Setup, known: Known, method: Method) -> list[BlockMemo
     return count_memory(replace(plan, method=method), recipe, _targets(setup), known, graphs=graphs)
 
 
-def _memory(setup: Setup, known: Known) -> list[PredictedMemory]:
+def _memory(setup: Setup, known: Known, device_type: str | None = None) -> list[PredictedMemory]:
     """Predict the memory of each process of a replica."""
     recipe = setup.recipe()
     recipe.check(setup.plan)
-    return predict_memory(setup.plan, recipe, _targets(setup), known, device_type=setup.device.type)
+    return predict_memory(setup.plan, recipe, _targets(setup), known, device_type=device_type or setup.device.type)
 
 
 def _targets(setup: Setup) -> TensorSpec:

@@ -92,7 +92,7 @@ test_models_that_do_not_fit = refuses(
         partial(tiny, LLAMA, attn_implementation="flex_attention"),
         (),
         3,
-        "^attn_implementation: expected sdpa or eager .*, got flex_attention$",
+        r"^block layer0: .*\(attn_implementation: expected sdpa or eager .*, got flex_attention",
     ),
     kind=PetraError,
 )

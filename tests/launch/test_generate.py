@@ -104,7 +104,7 @@ def test_a_sample_that_fails_in_the_first_process_ends_all(monkeypatch: pytest.M
     plan = SimpleNamespace(model=SimpleNamespace(build=lambda seed: torch.nn.Identity()))
     sample._seed, sample._pipeline = 0, SimpleNamespace(rank=0, averaged=nullcontext, plan=plan)
     assert sample() == {}, "a network of one's own, which may not generate text, trains without a sample"
-    monkeypatch.setattr("petra.distributed.all_gather_objects", lambda own, group: [failure, own])
+    monkeypatch.setattr("petra.distributed.all_gather_objects", lambda own, *_: [failure, own])
     sample._pipeline = SimpleNamespace(rank=1, averaged=nullcontext)
     with pytest.raises(PetraError, match="finite logits, got nan"):
         sample()
