@@ -219,7 +219,7 @@ def test_the_selftest_passes_and_its_report_is_written(tmp_path: Path) -> None:
 
 
 def test_a_hang_under_torchrun_is_reported_by_rank_stage_round_and_microbatch(tmp_path: Path) -> None:
-    options = {"devices": 2, "fault": "hang", "fault_at": 3000, "fault_rank": 1}
+    options = {"devices": 2, "fault": "hang", "fault_at": 5000, "fault_rank": 1}
     paths = os.pathsep.join(map(str, (ROOT / "tests/emulated/site", ROOT)))
     variables = {"PYTHONPATH": paths, "PETRA_EMULATED": json.dumps(options), "NCCL_TOKEN": "secret", "NCCL_SHOWN": "1"}
     command = [sys.executable, "-m", "petra", "selftest", "--tiny", "--out", str(tmp_path), "--timeout", "9"]

@@ -7,7 +7,6 @@ weights that differ from those for evaluation (schedule-free optimizers: Defazio
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -53,9 +52,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, kinds: Kinds) -> None:
     parts = {kind.partition(".")[2] for kind in named}
     made = _zero_step(optimizer) if parts - {"", *NUMBERS} else {}
     own = {kind: tensors for kind, tensors in named.items() if "." not in kind and kind != MASTER}
-    saved = [{kind: tensors[p] for kind, tensors in own.items() if p in tensors} for p in order]
+    saved = [
+        {kind: tensors[p].clone() for kind, tensors in own.items() if p in tensors} for p in order
+    ]  # torch keeps those that fit
     packed = optimizer.state_dict()
-    packed["state"] = deepcopy({i: values for i, values in enumerate(saved) if values})  # torch keeps tensors that fit
+    packed["state"] = {i: values for i, values in enumerate(saved) if values}
     optimizer.load_state_dict(packed)
     for kind, tensors in named.items():
         kind, _, part = kind.partition(".")
