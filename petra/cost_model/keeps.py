@@ -92,19 +92,18 @@ class Choices:
     seconds: Sequence[Mapping[Keep, float]]
     memory: Sequence[BlockMemory]
 
-    def fastest(self, start: int, end: int, in_flight: int, limit: int) -> tuple[float, tuple[Keep, ...]]:
-        """Return the least time of the blocks ``start`` … ``end`` − 1 as one stage, and what they store then.
+    def fastest(self, start: int, end: int, in_flight: int, limit: int) -> tuple[Keep, ...] | None:
+        """Return what the blocks ``start`` … ``end`` − 1 store as one stage in the least time; None if the stage does not fit.
 
-        Of equally fast choices, it is one with the fewest bytes. The time is infinite, without choices, if the stage does not fit.
+        Of equally fast choices, it is one with the fewest bytes.
 
         Args:
             in_flight: Microbatches in flight.
             limit: Bytes of the stage.
         """
-        step = max(1, -(-limit // STEPS))
-        tables = [*self._tables(start, in_flight, limit, step)][: end - start]
-        if len(tables) < end - start or np.isinf(tables[-1][-1]):
-            return float("inf"), ()
+        tables, step = self._tables(start, end, in_flight, limit), _step(limit)
+        if len(tables) < end - start:
+            return None
         place, keeps = int(np.argmin(tables[-1])), list[Keep]()
         for b in range(end - 1, start - 1, -1):
             before = tables[b - start - 1] if b > start else np.zeros(len(tables[0]))
@@ -113,18 +112,19 @@ class Choices:
                     keeps.append(keep)
                     place -= size
                     break
-        return float(tables[-1].min()), tuple(reversed(keeps))
+        return tuple(reversed(keeps))
 
     def times(self, start: int, in_flight: int, limit: int) -> list[float]:
         """Return the least times of the stages that begin with a block, by their number of blocks, from 1, as long as they fit."""
+        return [float(table[-1]) for table in self._tables(start, len(self.seconds), in_flight, limit)]
+
+    def _tables(self, start: int, end: int, in_flight: int, limit: int) -> Sequence[Values]:
+        """Return the least time within 0, 1, 2, … steps for the first 1, 2, 3, … blocks from one on, as long as any fits."""
         if limit <= 0:
             return []
-        return [float(table[-1]) for table in self._tables(start, in_flight, limit, max(1, -(-limit // STEPS)))]
-
-    def _tables(self, start: int, in_flight: int, limit: int, step: int) -> Sequence[Values]:
-        """Return the least time within 0, 1, 2, … steps for the first 1, 2, 3, … blocks from one on, as long as any fits."""
+        step = _step(limit)
         tables, last = list[Values](), np.zeros(limit // step + 1)
-        for b in range(start, len(self.seconds)):
+        for b in range(start, end):
             found = np.full(len(last), np.inf)
             for keep, size in self._sizes(b, in_flight, step):
                 if size < len(last):
@@ -186,8 +186,8 @@ def tune_keeps(
     ]
 
     def search(method: Method) -> tuple[Tuned, Sequence[PredictedMemory]]:
-        found = _search(blocks, Choices(seconds, memory), method, k, stages, devices, predict, key)
-        return _with_inputs(blocks, method, k, devices, predict, found)
+        found = _Search(blocks, Choices(seconds, memory), method, k, stages, devices, predict)
+        return found.with_inputs(*found.best(key))
 
     if not tune_delay or count == 1:
         return search(method)
@@ -197,123 +197,120 @@ def tune_keeps(
     return search(replace(method, delay=delay))
 
 
-def _with_inputs(
-    blocks: Sequence[BlockCost],
-    method: Method,
-    k: int,
-    devices: Sequence[Device],
-    predict: Predict,
-    found: tuple[Tuned, Sequence[PredictedMemory]],
-) -> tuple[Tuned, Sequence[PredictedMemory]]:
-    """Let the last blocks of stages store their input instead of nothing where it fits: the next stage then returns no x̃."""
-    partition = partition_of(found[0].stages)
-    assert found[0].keep is not None
-    ends = [part.stop - 1 for part in partition[:-1] if found[0].keep[part.stop - 1] is Keep.NOTHING]
-    while ends:
-        keep = tuple(Keep.INPUT if b in ends else own for b, own in enumerate(found[0].keep))
-        tuned = _tuned(blocks, method, partition, [keep[part.start : part.stop] for part in partition], k, devices)
-        needed = predict(tuned)
-        if all(need.total <= device.memory for need, device in zip(needed, devices, strict=True)):
-            return tuned, needed
-        over = [part for part, need, device in zip(partition, needed, devices, strict=True) if need.total > device.memory]
-        fewer = [b for b in ends if not any(b in part for part in over)]
-        ends = fewer if len(fewer) < len(ends) else []
-    return found
+@dataclass(frozen=True)
+class _Search:
+    """The search of :func:`tune_keeps` for given delays. Attributes are its arguments."""
+
+    blocks: Sequence[BlockCost]
+    choices: Choices
+    method: Method
+    k: int
+    stages: int | Sequence[int]
+    devices: Sequence[Device]
+    predict: Predict
+
+    def best(self, key: str) -> tuple[Tuned, Sequence[PredictedMemory]]:
+        """Return the fastest setting that fits, among those of several searches, and the memory of its stages.
+
+        Raises:
+            ConfigError: If none fits.
+        """
+        choices, devices, count = self.choices, self.devices, len(self.devices)
+        flights = [in_flight(delay, self.k, self.method.flush) for delay in self.method.delays(count, self.k)]
+        enough = 2 * sum(own.fixed + max(flights) * max(own.stored.values()) for own in choices.memory) + 1
+        smallest = [replace(own, stored=dict([min(own.stored.items(), key=lambda item: item[1])])) for own in choices.memory]
+        partition, keeps = self._fastest(replace(choices, memory=smallest), flights, [enough] * count)
+        other, best, seen = [0.0] * count, None, set[object]()
+        needed: Sequence[PredictedMemory] = ()
+        for search in range(SEARCHES):
+            tuned = self._tuned(partition, keeps)
+            if (tuned.stages, tuned.keep) in seen:
+                break
+            seen.add((tuned.stages, tuned.keep))
+            needed = self.predict(tuned)
+            if all(self._fit(needed)) and (best is None or max(tuned.seconds) < max(best[0].seconds)):
+                best = tuned, needed
+            if search == 0:  # what is not counted for each block
+                own = zip(partition, keeps, flights, strict=True)
+                additive = [choices.additive(part.start, kept, flight) for part, kept, flight in own]
+                other = [need.total - size for need, size in zip(needed, additive, strict=True)]
+            else:  # what is free, or is missing
+                changes = (max(need.total - device.memory, -enough) for need, device in zip(needed, devices, strict=True))
+                other = [size + change for size, change in zip(other, changes, strict=True)]
+            try:
+                limits = [int(min(device.memory - size, enough)) for device, size in zip(devices, other, strict=True)]
+                partition, keeps = self._fastest(choices, flights, limits)
+            except ConfigError:
+                break
+        if best is None:
+            worst, given = max(need.total for need in needed), min(device.memory for device in devices)
+            raise invalid(key, f"at least about {worst / 1e9:.3g} GB for a stage", f"{given / 1e9:.3g} GB")
+        return best
+
+    def with_inputs(self, tuned: Tuned, memory: Sequence[PredictedMemory]) -> tuple[Tuned, Sequence[PredictedMemory]]:
+        """Let the last blocks of stages store their input instead of nothing where it fits: the next stage then returns no x̃."""
+        partition, keep = partition_of(tuned.stages), tuned.keep
+        assert keep is not None
+        ends = [part.stop - 1 for part in partition[:-1] if keep[part.stop - 1] is Keep.NOTHING]
+        while ends:
+            changed = tuple(Keep.INPUT if b in ends else own for b, own in enumerate(keep))
+            found = self._tuned(partition, [changed[part.start : part.stop] for part in partition])
+            fits = self._fit(needed := self.predict(found))
+            if all(fits):
+                return found, needed
+            fewer = [b for b in ends if all(fit or b not in part for part, fit in zip(partition, fits, strict=True))]
+            ends = fewer if len(fewer) < len(ends) else []
+        return tuned, memory
+
+    def _fit(self, needed: Sequence[PredictedMemory]) -> list[bool]:
+        return [need.total <= device.memory for need, device in zip(needed, self.devices, strict=True)]
+
+    def _fastest(
+        self, choices: Choices, flights: Sequence[int], limits: Sequence[int]
+    ) -> tuple[list[range], list[tuple[Keep, ...]]]:
+        """Return the partition whose slowest stage is fastest, and what the blocks of each stage store.
+
+        Raises:
+            ConfigError: If no partition fits.
+        """
+        items, known = len(choices.seconds), dict[tuple[int, int], Values]()
+
+        def table(j: int) -> Values:
+            if (own := (flights[j], limits[j])) not in known:
+                found = known[own] = np.full((items + 1, items + 1), np.inf)
+                for start in range(items):
+                    times = choices.times(start, *own)
+                    found[start, start + 1 : start + 1 + len(times)] = times
+            return known[own]
+
+        def seconds(starts: Indices, ends: Indices, j: int) -> Values:
+            found: Values = table(j)[starts, ends] / self.devices[j].speed
+            return found
+
+        partition = best_partition(items, self.stages, seconds) if isinstance(self.stages, int) else partition_of(self.stages)
+        keeps = []
+        for part, flight, limit in zip(partition, flights, limits, strict=True):
+            if (own := choices.fastest(part.start, part.stop, flight, limit)) is None:
+                raise ConfigError("no setting fits")
+            keeps.append(own)
+        return partition, keeps
+
+    def _tuned(self, partition: Sequence[range], keeps: Sequence[tuple[Keep, ...]]) -> Tuned:
+        """Return the setting with the costs of its stages. The plan may let blocks at the end store graphs."""
+        k, devices, keep = self.k, self.devices, tuple(own for part in keeps for own in part)
+        method, parts = replace(self.method, keep=keep), [self.blocks[part.start : part.stop] for part in partition]
+        ends = method.delays(len(partition), k)[-1] == 0
+        kept = [
+            keeps_of(
+                method, [block.reversible for block in part], last=ends and j == len(parts) - 1, first_block=partition[j].start
+            )
+            for j, part in enumerate(parts)
+        ]
+        costs = tuple(cost.on(device.speed) for cost, device in zip(pipeline_costs(parts, kept), devices, strict=True))
+        times = tuple(cost.forward + cost.backward + cost.update / k for cost in costs)
+        return Tuned(tuple(map(len, partition)), method.delay, costs, times, keep)
 
 
-def _search(
-    blocks: Sequence[BlockCost],
-    choices: Choices,
-    method: Method,
-    k: int,
-    stages: int | Sequence[int],
-    devices: Sequence[Device],
-    predict: Predict,
-    key: str,
-) -> tuple[Tuned, Sequence[PredictedMemory]]:
-    count = len(devices)
-    flights = [in_flight(delay, k, method.flush) for delay in method.delays(count, k)]
-    total = sum(own.fixed + max(flights) * max(own.stored.values()) for own in choices.memory)
-    enough = 2 * total + 1
-    smallest = [replace(own, stored=dict([min(own.stored.items(), key=lambda item: item[1])])) for own in choices.memory]
-    partition, keeps = _fastest(replace(choices, memory=smallest), stages, flights, [enough] * count, devices)
-    other, best, seen = [0.0] * count, None, set[object]()
-    needed: Sequence[PredictedMemory] = ()
-    for search in range(SEARCHES):
-        tuned = _tuned(blocks, method, partition, keeps, k, devices)
-        if (tuned.stages, tuned.keep) in seen:
-            break
-        seen.add((tuned.stages, tuned.keep))
-        needed = predict(tuned)
-        fits = all(need.total <= device.memory for need, device in zip(needed, devices, strict=True))
-        if fits and (best is None or max(tuned.seconds) < max(best[0].seconds)):
-            best = tuned, needed
-        if search == 0:  # what is not counted for each block
-            own = zip(partition, keeps, flights, strict=True)
-            additive = [choices.additive(part.start, kept, flight) for part, kept, flight in own]
-            other = [need.total - size for need, size in zip(needed, additive, strict=True)]
-        else:  # what is free, or is missing
-            changes = (max(need.total - device.memory, -enough) for need, device in zip(needed, devices, strict=True))
-            other = [size + change for size, change in zip(other, changes, strict=True)]
-        try:
-            limits = [int(min(device.memory - size, enough)) for device, size in zip(devices, other, strict=True)]
-            partition, keeps = _fastest(choices, stages, flights, limits, devices)
-        except ConfigError:
-            break
-    if best is None:
-        worst, given = max(need.total for need in needed), min(device.memory for device in devices)
-        raise invalid(key, f"at least about {worst / 1e9:.3g} GB for a stage", f"{given / 1e9:.3g} GB")
-    return best
-
-
-def _fastest(
-    choices: Choices, stages: int | Sequence[int], flights: Sequence[int], limits: Sequence[int], devices: Sequence[Device]
-) -> tuple[list[range], list[tuple[Keep, ...]]]:
-    """Return the partition whose slowest stage is fastest, and what the blocks of each stage store.
-
-    Raises:
-        ConfigError: If no partition fits.
-    """
-    items, known = len(choices.seconds), dict[tuple[int, int], Values]()
-
-    def table(j: int) -> Values:
-        if (own := (flights[j], limits[j])) not in known:
-            found = known[own] = np.full((items + 1, items + 1), np.inf)
-            for start in range(items):
-                times = choices.times(start, *own)
-                found[start, start + 1 : start + 1 + len(times)] = times
-        return known[own]
-
-    def seconds(starts: Indices, ends: Indices, j: int) -> Values:
-        found: Values = table(j)[starts, ends] / devices[j].speed
-        return found
-
-    partition = best_partition(items, stages, seconds) if isinstance(stages, int) else partition_of(stages)
-    keeps = []
-    for part, flight, limit in zip(partition, flights, limits, strict=True):
-        _, own = choices.fastest(part.start, part.stop, flight, limit) if limit > 0 else (0.0, ())
-        if not own:
-            raise ConfigError("no setting fits")
-        keeps.append(own)
-    return partition, keeps
-
-
-def _tuned(
-    blocks: Sequence[BlockCost],
-    method: Method,
-    partition: Sequence[range],
-    keeps: Sequence[tuple[Keep, ...]],
-    k: int,
-    devices: Sequence[Device],
-) -> Tuned:
-    """Return the setting with the costs of its stages. The plan may let the last blocks of the last stage store their graphs."""
-    keep = tuple(own for part in keeps for own in part)
-    method, parts = replace(method, keep=keep), [blocks[part.start : part.stop] for part in partition]
-    ends = method.delays(len(partition), k)[-1] == 0
-    kept = [
-        keeps_of(method, [block.reversible for block in part], last=ends and j == len(parts) - 1, first_block=partition[j].start)
-        for j, part in enumerate(parts)
-    ]
-    costs = tuple(cost.on(device.speed) for cost, device in zip(pipeline_costs(parts, kept), devices, strict=True))
-    times = tuple(cost.forward + cost.backward + cost.update / k for cost in costs)
-    return Tuned(tuple(map(len, partition)), method.delay, costs, times, keep)
+def _step(limit: int) -> int:
+    """Return the bytes of a step of a stage's memory."""
+    return max(1, -(-limit // STEPS))
