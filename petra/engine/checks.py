@@ -31,8 +31,7 @@ def unchecked(stage: Stage) -> Iterator[BlockRunner]:
     for runner in stage.runners:
         while isinstance(runner, WrappedRunner):
             runner = runner.inner
-        modules = [*runner.function.module.modules()]
-        found = [(type(m), m.training, module_hooks(m)) for m in modules]
+        found = [(type(m), m.training, module_hooks(m)) for m in runner.function.module.modules()]
         if vars(runner).get("checked") != found:
             vars(runner)["checked"] = found
             yield runner
@@ -118,6 +117,7 @@ def marks_of(worker: Worker) -> dict[str, tuple[Any, ...]]:
         found |= {f"{block}, {name}, mode": (part.training,) for name, part in module.named_modules()}
         for name, t in chain(module.named_parameters(), module.named_buffers()):
             for key, own in ((f"{block}, {name}", t), (f"{block}, {name}.grad", t.grad)):
-                entries = () if own is None else own.detach().flatten()[:: max(1, own.numel() // 64)].tolist()
+                flat = torch.empty(0) if own is None else own.detach().flatten()
+                entries = flat[:: max(1, len(flat) // 64)].contiguous().view(torch.uint8).tolist()  # bytes: NaN differs from NaN
                 found[key] = (own, entries) if own is None else (id(own), storage_key(own), version_counter(own), entries)
     return found

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from petra import ConfigError, Keep, Method, Model, ModelError, Numerics, Pipeline, TensorSpec, UpdateRules, Weights
 from petra.reversible import Coupling
 from petra.training import Checkpoints
-from tests.engine.test_any_block import FLAT, Halves, Vectors, linear
+from tests.engine.test_any_block import FLAT, Halves, Vectors, chain, linear
 from tests.support.nets import assert_equal, hook, make_pipeline, restored, sgd, train_plainly
 
 
@@ -436,6 +436,18 @@ def test_what_petra_changes_between_calls_is_not_noticed(caplog: pytest.LogCaptu
         pipeline.load_state_dict({key: value.clone() for key, value in pipeline.state_dict().items()})
 
     twice(own, rules=UpdateRules(average=0.9))
+    assert not caplog.messages
+
+
+def test_numbers_that_are_nan_and_stay_it_are_not_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    def module() -> nn.Module:
+        made = linear(6, 3)
+        made.register_buffer("unknown", torch.full((3,), torch.nan))
+        return made
+
+    pipeline = chain(linear(), module())
+    for _ in range(2):
+        pipeline.train(Vectors(), 4)
     assert not caplog.messages
 
 
