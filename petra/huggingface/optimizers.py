@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from petra.distributed import message_group
 from petra.errors import DataError, require
 from petra.pipeline import Pipeline
 
@@ -72,12 +73,13 @@ def gather_states(whole: torch.optim.Optimizer, pipeline: Pipeline) -> dict[Tens
     index = {id(p): i for i, p in enumerate(numbered)}
     found = {index[id(p)]: state for p, state in states_of(pipeline).items()}
     own = {i: {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in s.items()} for i, s in found.items()}
+    group = message_group()
     for rank in range(1, pipeline.world):
         message: list[Any] = [own]
         if pipeline.rank == rank:
-            dist.send_object_list(message, 0, device=torch.device("cpu"))
+            dist.send_object_list(message, 0, group, torch.device("cpu"))
         elif pipeline.rank == 0:
-            dist.recv_object_list(message, rank, device=torch.device("cpu"))
+            dist.recv_object_list(message, rank, group, torch.device("cpu"))
             own |= message[0]
     return {numbered[i]: state for i, state in own.items()} if pipeline.rank == 0 else {}
 
