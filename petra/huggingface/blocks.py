@@ -39,6 +39,12 @@ MASKS = {
 """Functions of ``transformers`` that make the mask of a layer whose rows are documents without padding."""
 
 
+def kind_of(model: Any) -> str:
+    """Return ``bert`` or ``vit``, or ``causal`` for a language model whose tokens attend to earlier ones only."""
+    name = type(model).__name__
+    return "bert" if name.startswith("Bert") else "vit" if name.startswith("ViT") else "causal"
+
+
 def split(model: Any, fields: Sequence[str], delimiter: int | None) -> dict[str, nn.Module]:
     """Return blocks by name that contain the modules of a model, which they share with it.
 
@@ -53,7 +59,7 @@ def split(model: Any, fields: Sequence[str], delimiter: int | None) -> dict[str,
     name = type(model).__name__
     if name not in SPLITTERS:
         raise invalid("model", f"one of the classes {alternatives(SPLITTERS)}", name, ModelError)
-    kind = "bert" if name.startswith("Bert") else "vit" if name.startswith("ViT") else "causal"
+    kind = kind_of(model)
     accepted = {"causal": FIELDS[:3], "bert": (FIELDS[0], FIELDS[1], FIELDS[3]), "vit": FIELDS[:1]}[kind]
     unknown = [field for field in fields if field not in accepted]
     require(not unknown, "fields", f"those of {name}: {', '.join(accepted)}", ", ".join(unknown), ModelError)

@@ -21,11 +21,12 @@ from transformers.trainer_utils import has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.endpoints import Losses
+from petra.engine.metrics import count_targets
 from petra.engine.options.extension import Extension
 from petra.engine.recipe import Recipe
 from petra.errors import require
 from petra.huggingface.arguments import rates
-from petra.huggingface.blocks import DECODERS, Head, split
+from petra.huggingface.blocks import Head, kind_of, split
 from petra.huggingface.feed import Entry, Exit, Form, longest_batch, random_states, set_random_states
 from petra.huggingface.inputs import FIELDS, next_tokens
 from petra.huggingface.load import base_of, built, report_untied, untie
@@ -168,8 +169,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         specs = [BlockSpec(name, partial(built, part)) for name, part in parts.items()]
         model = Model(type(base).__name__, tuple(specs))
         if self._loss_rows is not None:
-            overridden = type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
-            require(not overridden, "loss_rows", "None with a loss of its own, which needs logits", self._loss_rows)
+            require(not self._own_loss, "loss_rows", "None with a loss of its own, which needs logits", self._loss_rows)
             model = without_logits(model)
             dtype = torch.bfloat16 if args.bf16 else None
             chunks = LinearCrossEntropy(args.label_smoothing_factor, self._loss_rows, dtype)
@@ -179,12 +179,16 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         self._parts = {**parts, names[-1]: Exit(parts[names[-1]])}
         return model, losses
 
+    @property
+    def _own_loss(self) -> bool:
+        """Whether the loss is another one than that of ``Trainer``: it may read images, and needs logits."""
+        return type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
+
     def _form(self, loader: Any, evaluated: Any) -> Form:
         """Return the form of microbatches, in the first process: that of the longest rows of all data."""
         base, states = base_of(self.model), random_states(self.data_collator)
         config, name = base.config, type(base).__name__
         vocabulary = getattr(config, "vocab_size", None)
-        whole = type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
         loaders = [] if loader is None else [loader]
         if evaluated is not None:
             loaders.append(evaluated)
@@ -198,7 +202,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         for each in loaders:
             rows = getattr(each, "batch_size", None) or getattr(getattr(each, "batch_sampler", None), "batch_size", None)
             batch = longest_batch(each, rows or self.args.per_device_train_batch_size, vocabulary)
-            forms.append(Form.of(batch, self._max_length, whole=whole, bidirectional=name.startswith("Bert")))
+            forms.append(Form.of(batch, self._max_length, whole=self._own_loss, bidirectional=kind_of(base) == "bert"))
         set_random_states(self.data_collator, states)
         form = forms[0].joined(forms[1:])
         positions = getattr(config, "max_position_embeddings", None) if name.startswith(("Bert", "GPT2")) else None
@@ -285,16 +289,15 @@ class _Chunked:
     def __call__(self, hidden: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
         *bias, side, _ = rest
         trainer = self._trainer
-        form = trainer.form
-        batch, facts = form.unpack(side)
-        labels = batch[trainer.label_names[0]]
-        causal = type(base_of(trainer.model)).__name__ in (*DECODERS, "GPT2LMHeadModel")
-        rows, size = len(labels), form.size or 0
-        padded = nn.functional.pad(labels, (0, size - labels.shape[1]), value=IGNORED)
-        targets = next_tokens(labels, size).view(rows, -1) if causal else padded
-        hidden = hidden[: targets.numel()]
-        mean = self._loss(hidden, weight, *bias, targets.flatten())
-        count = (targets != IGNORED).sum()
+        batch, facts = trainer.form.unpack(side)
+        labels, size = batch[trainer.label_names[0]], trainer.form.size or 0
+        if kind_of(base_of(trainer.model)) == "causal":
+            targets = next_tokens(labels, size)
+        else:
+            targets = nn.functional.pad(labels, (0, size - labels.shape[1]), value=IGNORED).flatten()
+        hidden = hidden[: len(targets)]
+        mean = self._loss(hidden, weight, *bias, targets)
+        count = count_targets(targets)
         if not self._training:
             trainer.keep_part(batch, facts, torch.stack([mean * count, count.to(mean.dtype)])[None])
             return torch.zeros((), device=hidden.device)

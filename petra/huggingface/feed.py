@@ -79,9 +79,8 @@ class Form:
         rows, found = batch[FIELDS[0]].shape[0], batch[FIELDS[0]].shape[-1]
         size = found if size is None else size
         require(found <= size, "max_length", f"at least {found}, the tokens of a row", size, DataError)
-        fields = tuple(name for name in FIELDS if name in batch)
-        masked = bidirectional and "attention_mask" not in fields
-        fields = tuple(name for name in FIELDS if name in fields or (masked and name == "attention_mask"))
+        masked = bidirectional and "attention_mask" not in batch
+        fields = tuple(name for name in FIELDS if name in batch or (masked and name == "attention_mask"))
         # Entries that grow with the tokens of a row, such as labels, may be as long as the inputs.
         grown = -(-size // max(found, 1))
         rest = sum(_aligned(t.nbytes * (grown if t.dim() > 1 else 1)) for name, t in batch.items() if name not in FIELDS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from petra.errors import ModelError, require
 from petra.huggingface.feed import IMAGES
 from petra.huggingface.inputs import FIELDS
-from petra.torch_private import version_counter
+from petra.torch_private import module_hooks, version_counter
 
 HEADS = ("lm_head", "cls", "classifier")
 """Modules that return the logits."""
@@ -119,8 +119,7 @@ def check_called(model: Any, base: Any, blocks: Mapping[str, nn.Module]) -> None
     for name, module in model.named_modules():
         if id(module) in called or id(module) in above or module is base:
             continue
-        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-        hooks = any(getattr(module, kind) for kind in kinds)
+        hooks = bool(module_hooks(module))
         got = "hooks" if hooks else "a replaced forward"
         expected = "none: a pipeline calls its layers, embedding and head, and the model itself"
         require(not (hooks or "forward" in vars(module)), f"module {name}", expected, got, ModelError)
