@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.huggingface.building import Pipelined, not_empty
+from petra.huggingface.feed import source_of
 from petra.huggingface.load import base_of
 from petra.huggingface.outputs import answering
 
@@ -60,8 +59,7 @@ class Evaluating(Pipelined):
         self._waiting: list[tuple[dict[str, Tensor], Tensor]] = []
         self._asked = only, ignore_keys
         batches = iter(getattr(loader, "base_dataloader", loader)) if self.rank == 0 else iter(())
-        done, nothing = 0, torch.zeros(1, dtype=torch.int64)
-        at_once = (8 if only else 1) * len(self.pipeline.plan.stages)
+        done, at_once = 0, (8 if only else 1) * len(self.pipeline.plan.stages)
         while True:
             packed, count = list[Tensor](), 0
             with raise_on_all_ranks():
@@ -74,8 +72,7 @@ class Evaluating(Pipelined):
             microbatches, count = all_gather_objects((len(packed), count))[0]
             if not count:
                 return
-            source: Any = SimpleNamespace(inputs=packed.__getitem__, targets=lambda m: nothing)
-            self.pipeline.evaluate(source, microbatches)
+            self.pipeline.evaluate(source_of(packed.__getitem__), microbatches)
             for _ in range(count):
                 done += 1
                 # Losses count once for each row: accelerate divides the last batch so.
@@ -120,16 +117,13 @@ class _Loader:
     """Batches that have been answered, for the loop of ``Trainer``."""
 
     def __init__(self, answers: Iterator[Any], length: int | None, examples: int | None) -> None:
-        self._answers = answers
-        if length is not None:
-            self.length = length
-        if examples is not None:
-            self.dataset = range(examples)
+        self._answers, self._length = answers, length
+        self.dataset = None if examples is None else range(examples)
 
     def __len__(self) -> int:
-        with suppress(AttributeError):
-            return self.length
-        raise TypeError("no length")
+        if self._length is None:
+            raise TypeError("no length")
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         return self._answers

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, islice
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import skip_first_batches
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from petra.errors import DataError, invalid, require
 from petra.huggingface.inputs import FIELDS, stack
@@ -224,6 +225,12 @@ class Exit(nn.Module):
         return (*as_streams(self.block(hidden, *side[:-1])), side[-1])
 
 
+def source_of(read: Callable[[int], Tensor]) -> Any:
+    """Return a data source of the microbatches that ``read`` returns. Its targets are empty: the loss has those that travel."""
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return SimpleNamespace(inputs=read, targets=lambda m: nothing)
+
+
 class Reader:
     """Reads the batches of a loader in order, epoch after epoch, in one process.
 
@@ -286,19 +293,6 @@ class Reader:
             batches._sampler_iter = chain([*islice(order, 1)], order)
 
 
-class _Numbers(Dataset):  # type: ignore[type-arg]
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, i: int) -> int:
-        if i >= self.length:
-            raise IndexError(i)
-        return i
-
-
 class _Endless(IterableDataset):  # type: ignore[type-arg]
     def __iter__(self) -> Iterator[int]:
         return iter(count())
@@ -306,7 +300,7 @@ class _Endless(IterableDataset):  # type: ignore[type-arg]
 
 def numbers(length: int | None) -> DataLoader[Any]:
     """Return a loader of the numbers of an epoch's batches, for the loop of ``Trainer``, that draws no random numbers of others."""
-    data: Any = _Endless() if length is None else _Numbers(length)
+    data: Any = _Endless() if length is None else range(length)
     return DataLoader(data, batch_size=1, collate_fn=lambda found: found[0], generator=torch.Generator())
 
 

@@ -50,7 +50,6 @@ class Stepwise:
             self._function(self._give)
         except BaseException as error:
             self._error = error
-        self._value = None
         self._done.release()
 
     def _give(self, value: Any) -> None:

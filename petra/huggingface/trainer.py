@@ -7,11 +7,10 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from petra.errors import ConfigError, require
 from petra.huggingface.arguments import check_arguments
 from petra.huggingface.blocks import split
 from petra.huggingface.evaluation import Evaluating
-from petra.huggingface.feed import Reader, numbers
+from petra.huggingface.feed import Reader, numbers, source_of
 from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import base_of, report_untied, untie
 from petra.huggingface.optimizers import copy_settings, gather_states, read_states, states_of
@@ -45,7 +44,6 @@ EVENTS = ("on_step_end", "on_evaluate", "on_save", "on_epoch_end", "on_log")
 WANTED = ("should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
 """What callbacks ask for that all processes do together."""
 CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-NUMBERS = (type(numbers(1).dataset), type(numbers(None).dataset))
 
 
 class PetraTrainer(Evaluating):
@@ -106,6 +104,7 @@ class PetraTrainer(Evaluating):
         self._packed, self._losses, self._history = deque[Tensor](), deque[float](), list[list[float]]()
         self._states, self._pending, self._count = {}, 0, 0
         self._iterator: Any = None
+        self._numbers = numbers(None)
         self._left, self._ended, self._fresh, self._norm = 0, False, True, 0.0
         self._wanted = [False] * len(WANTED)
 
@@ -148,7 +147,8 @@ class PetraTrainer(Evaluating):
         self._train_loader, self._length, self._left, self._ended = loader, length, 0, False
         self._losses.clear()
         self.model.zero_grad = lambda set_to_none=True: None  # the pipeline accumulates in .grad
-        self.__dict__["get_train_dataloader"] = lambda: numbers(length)
+        self._numbers = numbers(length)
+        self.__dict__["get_train_dataloader"] = lambda: self._numbers
         try:
             return super()._inner_training_loop(*arguments, **named)
         finally:
@@ -162,8 +162,8 @@ class PetraTrainer(Evaluating):
             raise ConfigError(f"{name}: {error}") from error
 
     def num_examples(self, dataloader: Any) -> Any:
-        """Return the number of rows of a data set; of the one for training, as the first process has it."""
-        return self._examples if isinstance(getattr(dataloader, "dataset", None), NUMBERS) else super().num_examples(dataloader)
+        """Return the number of rows that a loader reads; in training, that of the first process, which alone reads them."""
+        return self._examples if dataloader is self._numbers else super().num_examples(dataloader)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         self._resumed: str | None = None
@@ -265,18 +265,14 @@ class PetraTrainer(Evaluating):
             self._advance()
         return torch.tensor(self._losses.popleft(), device=self.args.device)
 
-    def _source(self) -> Any:
-        nothing = torch.zeros(1, dtype=torch.int64)  # the loss reads its targets from what travels
-        return SimpleNamespace(inputs=lambda m: self._packed.popleft(), targets=lambda m: nothing)
-
     def _advance(self) -> None:
         """Train the next update, or with a method that does not flush, all until the next drain."""
         k, reports = self.args.gradient_accumulation_steps, list[Tensor]()
         self.model.train()
-        self._fresh = self.world == 1
+        self._fresh, source = self.world == 1, source_of(lambda m: self._packed.popleft())
         copy_settings(self.optimizer.optimizer, self.pipeline)
         if self._at_once:
-            self.pipeline.train(self._source(), k, reports.append if self.rank == 0 else None)
+            self.pipeline.train(source, k, reports.append if self.rank == 0 else None)
             losses = [float(report[1]) / k for report in reports] or [0.0] * k
             norms = [worker.update.metrics()["gradient_norm"] for worker in self.pipeline.workers.values()]
             self._norm = sum(norm**2 for norm in norms)
@@ -291,7 +287,7 @@ class PetraTrainer(Evaluating):
                 all_gather_objects(self._history)
         else:
             if self._pending:
-                self.pipeline.train(self._source(), self._pending * k)
+                self.pipeline.train(source, self._pending * k)
                 self._pending, self._history = 0, all_gather_objects(None)[0]
             losses = self._history.pop(0)
         self._losses += losses[: self._count]
@@ -310,7 +306,7 @@ class PetraTrainer(Evaluating):
             return
         starts = iter(range(first, sys.maxsize, k))
 
-        def read() -> Tensor:
+        def read(m: int) -> Tensor:
             nonlocal starts
             while not self._packed:
                 start = next(starts)
@@ -320,9 +316,7 @@ class PetraTrainer(Evaluating):
                     starts = iter(range(0, sys.maxsize, k))
             return self._packed.popleft()
 
-        nothing = torch.zeros(1, dtype=torch.int64)
-        source: Any = SimpleNamespace(inputs=lambda m: read(), targets=lambda m: nothing)
-        self._run = Stepwise(lambda give: self.pipeline.train(source, updates * k, give), args.device)
+        self._run = Stepwise(lambda give: self.pipeline.train(source_of(read), updates * k, give), args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing: the pipeline clips."""
@@ -332,12 +326,10 @@ class PetraTrainer(Evaluating):
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *arguments: Any, **named: Any) -> None:
         """Let all processes do what a callback of one has asked for, once the pipeline is drained."""
-        own = [bool(getattr(self.control, name)) for name in WANTED]
+        own = [a or b for a, b in zip(self._asked_for(), self._wanted, strict=True)]
         if self._at_once or not self._left:
-            own = [a or b for a, b in zip(own, self._wanted, strict=True)]
             gathered = all_gather_objects((own, float(tr_loss), self._norm if grad_norm is not None else 0.0))
-            for name, *each in zip(WANTED, *(flags for flags, _, _ in gathered), strict=True):
-                setattr(self.control, name, any(each))
+            self._ask_for(flags for flags, _, _ in gathered)
             tr_loss.fill_(gathered[0][1])
             grad_norm = None if grad_norm is None else math.sqrt(sum(norm for _, _, norm in gathered))
             self._wanted = [False] * len(WANTED)
@@ -345,24 +337,27 @@ class PetraTrainer(Evaluating):
             if any(due.get(event, not self._at_once) for event in self._reads):
                 self.gather_weights()
         else:
-            self._postpone(own)
+            if any(own) and not any(self._wanted):
+                step = self.state.global_step
+                print(f"asked for in a callback at update {step}: at the next drain, {self._left} later", flush=True)
+            self._wanted = own
+            self._ask_for([])
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **named)
 
     def _evaluate(self, *arguments: Any, **named: Any) -> Any:
         metrics = super()._evaluate(*arguments, **named)
         if self.is_in_train:  # events of the evaluation may have asked for something
-            own = [bool(getattr(self.control, name)) for name in WANTED]
-            for name, *each in zip(WANTED, *all_gather_objects(own), strict=True):
-                setattr(self.control, name, any(each))
+            self._ask_for(all_gather_objects(self._asked_for()))
         return metrics
 
-    def _postpone(self, own: Sequence[bool]) -> None:
-        """Keep what callbacks ask for until the next drain."""
-        if any(own) and not any(self._wanted):
-            print(f"asked for in a callback at update {self.state.global_step}: at the next drain, {self._left} later", flush=True)
-        self._wanted = [a or b for a, b in zip(own, self._wanted, strict=True)]
-        for name in WANTED:
-            setattr(self.control, name, False)
+    def _asked_for(self) -> list[bool]:
+        """Return which of :data:`WANTED` the callbacks of this process have asked for."""
+        return [bool(getattr(self.control, name)) for name in WANTED]
+
+    def _ask_for(self, wanted: Iterable[Sequence[bool]]) -> None:
+        """Let this process do what any of several processes has asked for, and nothing else."""
+        for name, *each in zip(WANTED, *wanted, strict=True):
+            setattr(self.control, name, any(each))
 
     # ---- Checkpoints
 
@@ -379,9 +374,13 @@ class PetraTrainer(Evaluating):
         self.optimizer.state.clear()
         if self._exports_all:
             return
+        Checkpoints(Path(output_dir) / PETRA, keep=1).save(self.pipeline, self._facts)
+
+    @property
+    def _facts(self) -> dict[str, Any]:
+        """What must not differ between a run and the one that resumes it."""
         names = ("gradient_accumulation_steps", "per_device_train_batch_size")
-        facts = {name: getattr(self.args, name) for name in names} | {"method": self.pipeline.plan.method.name}
-        Checkpoints(Path(output_dir) / PETRA, keep=1).save(self.pipeline, facts)
+        return {name: getattr(self.args, name) for name in names} | {"method": self.pipeline.plan.method.name}
 
     @property
     def _exports_all(self) -> bool:
@@ -410,11 +409,8 @@ class PetraTrainer(Evaluating):
         require(path is not None or (folder / OPTIMIZER).exists(), "resume_from_checkpoint", expected, folder)
         if path is not None:
             facts = restore(self.pipeline, path)
-            for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
-                value = getattr(self.args, name)
-                require(facts.get(name, value) == value, name, f"{facts.get(name)}, as in {folder}", value)
-            found, method = self.pipeline.plan.method.name, facts.get("method")
-            require(method == found, "method", f"{method}, as in {folder}", found)
+            for name, value in self._facts.items():
+                require(facts.get(name) == value, name, f"{facts.get(name)}, as in {folder}", value)
         if (folder / SCHEDULER).exists():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
