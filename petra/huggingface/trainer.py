@@ -55,10 +55,10 @@ class PetraTrainer(Evaluating):
     ``compute_loss`` returns for the model, on the last stage. Differences:
 
     * If embedding and head share weights, they are trained apart, and the model is saved so.
-    * The weights of an update have changed before ``on_pre_optimizer_step``.
+    * Weights have already changed at ``on_pre_optimizer_step``.
     * With a method that doesn't flush, logs have no ``grad_norm``, gradients are clipped by the norm of each stage, callbacks of
       other processes than the first get the events of several updates at once, and what they ask for comes at the next drain.
-    * Random numbers of dropout are others.
+    * Dropout draws other random numbers.
 
     Args:
         arguments, named: As for ``transformers.Trainer``.
@@ -155,7 +155,7 @@ class PetraTrainer(Evaluating):
             del self.__dict__["get_train_dataloader"]
 
     def _loader(self, name: str, make: Any) -> Any:
-        """Return a data loader of ``make``. What the reading of data raises beside errors of its own is refused in a line."""
+        """Return what ``make`` returns. A ValueError or TypeError of data or samplers becomes one line that names the data."""
         try:
             return make()
         except (ValueError, TypeError) as error:
@@ -189,7 +189,7 @@ class PetraTrainer(Evaluating):
         return model, loader
 
     def _init_training_state(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> Any:
-        """Restore the states of callbacks, such as of early stopping. One has stopped a run: it stays so, if unchanged."""
+        """Restore the states of callbacks, such as early stopping. A run that one has stopped stays stopped if none has changed."""
         found: tuple[int, int] = super()._init_training_state(max_steps, per_epoch, epochs, folder, trial)
         if folder is None or self.args.restore_callback_states_from_checkpoint:
             return found

@@ -79,9 +79,8 @@ def locked(folder: Path) -> Iterator[bool]:
                 raise
             yield False
             return
-        if (
-            not (folder / LOCK).exists() or os.fstat(descriptor).st_ino != (folder / LOCK).stat().st_ino
-        ):  # of a run that failed to start
+        # A run that failed to start may have removed the file since it was opened.
+        if not (folder / LOCK).exists() or os.fstat(descriptor).st_ino != (folder / LOCK).stat().st_ino:
             raise invalid("run_dir", "a folder that no other run uses now", f"{folder}, in use by another process")
         file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
