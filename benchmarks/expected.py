@@ -17,12 +17,13 @@ from benchmarks.records import RECORDS
 from benchmarks.staleness import costs, law
 from benchmarks.staleness.cells import CELLS
 from benchmarks.staleness.figures import difference, final, final_runs, read_all
+from launch.run.expected import REMEDIES
 from launch.run.folder import records_in
 from petra import METHODS, Method
 
 HEADER = "task,keep,weights,optimizer,remedy,staleness,above,half,loss,updates"
-REMEDY = {"none": "none", "feedback": "feedback=1.0", "prediction": "prediction=velocity"}
-"""Names of remedies in a configuration."""
+REMEDY = {preset: name for name, preset in REMEDIES.items()}
+"""Names of remedies in a configuration by their presets, which cells also use."""
 
 
 @dataclass(frozen=True)
@@ -61,27 +62,24 @@ def text_rows() -> Iterator[Row]:
         if name in exact:
             yield Row("text", None, cell.optimizer, "none", 0, 0, 0, loss, curve)
             continue
-        remedy = "prediction=difference" if (cell.remedy, cell.optimizer) == ("prediction", "muon") else REMEDY[cell.remedy]
-        each = found[name]
-        yield Row("text", cell.make_method(), cell.optimizer, remedy, runs[0]["staleness"], each.percent, each.half, loss, curve)
+        preset = "prediction_difference" if (cell.remedy, cell.optimizer) == ("prediction", "muon") else cell.remedy
+        method, staleness, each = cell.make_method(), runs[0]["staleness"], found[name]
+        yield Row("text", method, cell.optimizer, REMEDY[preset], staleness, each.percent, each.half, loss, curve)
 
 
 def image_rows() -> Iterator[Row]:
     """Yield the methods and optimizers with several seeds on CIFAR-10. ``reversible`` and ``backprop`` have the same gradients."""
-    finished = [row for row in records_in(RECORDS / "vision.jsonl").values() if "test" in row]
-    for optimizer in vision.OPTIMIZER:
-        runs = {
-            m: [row for row in finished if (row["method"], row.get("optimizer", "sgd")) == (m, optimizer)] for m in vision.METHOD
-        }
-        wrong = {method: {row["seed"]: 100 * (1 - row["test"]) for row in rows} for method, rows in runs.items()}
-        for method, rows in runs.items():
-            pairs = difference(wrong[method], wrong["backprop"])
-            if pairs is None or method == "reversible":
-                continue
-            curve = [statistics.fmean(each) for each in zip(*(row["train_loss"] for row in rows), strict=True)]
-            of_updates = [loss for loss in curve for _ in range(rows[0]["updates"] // len(curve))]
-            own, loss = None if method == "backprop" else vision.METHOD[method], statistics.fmean(wrong[method].values())
-            yield Row("images", own, optimizer, "none", rows[0]["staleness"], *pairs, loss, of_updates)
+    runs = vision.grouped([*records_in(RECORDS / "vision.jsonl").values()], final=True)
+    wrong = {key: {row["seed"]: 100 * (1 - row["test"]) for row in rows} for key, rows in runs.items()}
+    for (method, optimizer), rows in runs.items():
+        own = wrong[method, optimizer]
+        pairs = difference(own, wrong.get(("backprop", optimizer), {}))
+        if pairs is None or method == "reversible":
+            continue
+        curve = [statistics.fmean(each) for each in zip(*(row["train_loss"] for row in rows), strict=True)]
+        of_updates = [loss for loss in curve for _ in range(rows[0]["updates"] // len(curve))]
+        late, loss = None if method == "backprop" else vision.METHOD[method], statistics.fmean(own.values())
+        yield Row("images", late, optimizer, "none", rows[0]["staleness"], *pairs, loss, of_updates)
 
 
 def fine_tuning_rows() -> Iterator[Row]:
