@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from petra.cost_model.autotune import Tuned, search_within, tune
 from petra.cost_model.costs import BlockCost, count_blocks, profile_blocks
@@ -166,15 +167,14 @@ def predict_method(
     """
     count = min(len(machines.devices), len(blocks))
     links, devices = machines.connections[: count - 1], machines.devices[:count]
-    own, given = memories and partial(memories, method), {"tune_delay": tune_delay, "link": links, "transport": transport}
+    own = memories and partial(memories, method)
+    rules: dict[str, Any] = {"tune_delay": tune_delay, "link": links, "transport": transport}
     if stored is not None and own is not None:
-        tuned, memory = tune_keeps(blocks, stored, method, k, count, devices, own, "memory", **given)  # type: ignore[arg-type]
+        tuned, memory = tune_keeps(blocks, stored, method, k, count, devices, own, "memory", **rules)
     else:
-        search: Callable[..., Tuned] = partial(tune, blocks, method, k, count, **given)  # type: ignore[arg-type]
-        tuned, memory = search_within(devices, search, own, "memory", "device")
+        tuned, memory = search_within(devices, partial(tune, blocks, method, k, count, **rules), own, "memory", "device")
     method = replace(method, delay=tuned.delay)
-    rules = simulated_transport(transport, method.boundary_delays(count - 1))
-    found = predict(tuned.costs, method, k, link=links, transport=rules)
+    found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, method.boundary_delays(count - 1)))
     messages = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     messages += [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
@@ -284,10 +284,10 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
     for done, method in enumerate(methods, 1):
         show_progress(f"{method.name}: method {done} of {len(methods)}")
         memories, tune_delay = None if method is ZB_H1 else predicted, method in (KEEP_AUTO, AUTO_DELAY, last)
-        options = {"memories": memories, "tune_delay": tune_delay}
+        predict_own = partial(predict_method, memories=memories, tune_delay=tune_delay)
         try:
             stored = block_memories(setup, known, method) if method is KEEP_AUTO else None
-            rows.append(predict_method(blocks, method, config.k, machines, transport, stored=stored, **options))  # type: ignore[arg-type]
+            rows.append(predict_own(blocks, method, config.k, machines, transport, stored=stored))
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     return sorted(rows, key=lambda row: row.prediction.period), refused
@@ -295,15 +295,11 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
 
 def with_expected(setup: Setup, rows: Sequence[Candidate]) -> tuple[list[Candidate], str | None]:
     """Return the methods with what staleness costs them, and the task of the benchmark; None if it trained no such run."""
-    config, reversible = setup.config, any(profile.reversible for profile in setup.plan.layout.profiles)
-    settings = [
-        setting_of(config, setup.unit, row.method, reversible=reversible)
-        if row.tuned.keep is None
-        else None  # no mixture was trained
-        for row in rows
-    ]
+    settings = [setting_of(setup, row.method) if row.tuned.keep is None else None for row in rows]  # no mixture was trained
     task = next((setting.task for setting in settings if setting is not None), None)
-    if task is None or not in_range(task, setup.plan.parameters, _samples(setup)):
+    if task is None or not in_range(TASKS[task].parameters, setup.plan.parameters):
+        return [*rows], None
+    if not in_range(TASKS[task].samples, _samples(setup)):  # which reads the data
         return [*rows], None
     known = [replace(row, expected=expected(setting, row.staleness)) for row, setting in zip(rows, settings, strict=True)]
     return known, task

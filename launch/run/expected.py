@@ -16,7 +16,6 @@ from pathlib import Path
 
 from petra.method import Keep, Method, Weights
 
-from ..config.schema import Config
 from .build import Setup
 
 PAGE = "docs/what_to_set.md"
@@ -106,17 +105,13 @@ def measured() -> Mapping[Setting, Mapping[float, Expected]]:
     }
 
 
-def setting_of(config: Config, unit: str, method: Method, *, reversible: bool) -> Setting | None:
-    """Return the setting of a run with a method; None for what no benchmark trains, or a list of ``keep``.
-
-    Args:
-        unit: Unit of the targets: ``images``, ``tokens`` or ``pixels``.
-        reversible: Whether the model has reversible blocks. Others store their inputs instead of nothing.
-    """
-    tuned = config.model.name == "huggingface"
-    task = {"tokens": "fine-tuning" if tuned else "text", "images": "images"}.get(unit)
+def setting_of(setup: Setup, method: Method) -> Setting | None:
+    """Return the setting of a run with a method; None for what no benchmark trains, or a list of ``keep``."""
+    config, tuned = setup.config, setup.config.model.name == "huggingface"
+    task = {"tokens": "fine-tuning" if tuned else "text", "images": "images"}.get(setup.unit)
     if task is None or not isinstance(method.keep, Keep):
         return None
+    reversible = any(profile.reversible for profile in setup.plan.layout.profiles)  # other blocks store their input
     keep = Keep.INPUT if method.keep is Keep.NOTHING and not reversible else method.keep
     return Setting(task, keep, method.weights, config.optim.name.lower(), config.remedy.name)
 
@@ -138,12 +133,9 @@ def expected(setting: Setting | None, staleness: float) -> Expected | None:
     return None
 
 
-def in_range(task: str, parameters: int, samples: float | None) -> bool:
-    """Return whether a run is as large and as long as those of a benchmark; no if its length is not known."""
-    found = TASKS[task]
-    return samples is not None and all(
-        low <= value <= high for value, (low, high) in ((parameters, found.parameters), (samples, found.samples))
-    )
+def in_range(bounds: tuple[float, float], size: float | None) -> bool:
+    """Return whether a size lies between those of a benchmark; no if it is not known."""
+    return size is not None and bounds[0] <= size <= bounds[1]
 
 
 def shown(found: Expected, task: str) -> str:
@@ -156,9 +148,7 @@ def note(setup: Setup) -> list[str]:
 
     Beyond the largest staleness that was measured, the loss there is quoted.
     """
-    plan = setup.plan
-    reversible, staleness = any(profile.reversible for profile in plan.layout.profiles), plan.stages[0].staleness
-    setting = setting_of(setup.config, setup.unit, plan.method, reversible=reversible)
+    setting, staleness = setting_of(setup, setup.plan.method), setup.plan.stages[0].staleness
     if setting is None or setting not in measured() or staleness == 0:
         return []
     task, largest = TASKS[setting.task], max(measured()[setting])
