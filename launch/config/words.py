@@ -30,22 +30,8 @@ PIECES = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|[^,\[\]()]+""")
 FLAGS = ("--nproc", "--multirun", "--config-dir", "--cfg", "--trust", "--help")
 """Flags of commands that compose a configuration, for messages."""
 HYDRA_FLAGS = (
-    *(
-        "--help",
-        "-h",
-        "--hydra-help",
-        "--version",
-        "--cfg",
-        "-c",
-        "--resolve",
-        "--package",
-        "-p",
-        "--run",
-        "-r",
-        "--multirun",
-        "-m",
-    ),
-    *("--shell-completion", "-sc", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--info", "-i"),
+    *("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info", "-i", "--run", "-r", "--multirun", "-m"),
+    *("--cfg", "-c", "--resolve", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
 )
 """Flags of Hydra's parser."""
 SWEPT = "such as 'run_dir=runs/k${k}' for the folders of a sweep over k"

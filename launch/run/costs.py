@@ -167,12 +167,13 @@ def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = 
         if process.first and setup.config.cluster.machines is not None:
             log.warning("cluster.machines is not used: no setting is auto (trainer.stages, method.delay, method.keep)")
         return setup
-    kept = earlier["keep"] if earlier is not None and "keep" in setup.auto and "keep" in earlier else None
+    earlier = earlier or {}
+    kept = earlier.get("keep") if "keep" in setup.auto else None
     if kept is not None:
         with_kept = setup.with_choice(setup.choices["stages"], setup.plan.method.delay, keep=kept)
         setup = replace(with_kept, auto=setup.auto - {"keep"})
-    same = earlier is not None and ("stages" in setup.auto or setup.choices["stages"] == earlier["stages"])
-    if earlier is not None and same and "keep" not in setup.auto:
+    same = "stages" in setup.auto or setup.choices["stages"] == earlier.get("stages")
+    if earlier and same and "keep" not in setup.auto:
         setup = setup.with_choice(earlier["stages"], earlier["delay"] if "delay" in setup.auto else setup.plan.method.delay)
     setup = _tuned(setup, process) if setup.auto else setup
     if kept is not None:

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
+from itertools import product
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
@@ -62,9 +62,9 @@ def _settings(controller: str, first: str | None, second: str | None = None) -> 
             continue
         own = Path(path.lstrip("/"))
         mounts = (controller, controllers) if controllers else ("", "unified")
-        for folder in chain.from_iterable((MOUNT / mount / own, *(MOUNT / mount / up for up in own.parents)) for mount in mounts):
+        for mount, group in product(mounts, (own, *own.parents)):
             with suppress(OSError):  # no such file
-                yield (folder / name).read_text().strip()
+                yield (MOUNT / mount / group / name).read_text().strip()
 
 
 def limit_threads() -> None:
