@@ -239,7 +239,7 @@ def stage_memory(method: str, model: str, stages: int, k: int) -> list[float]:
 
 
 def memories(stages: int, k: int) -> dict[str, list[float]]:
-    """Return the peak bytes of each stage of the methods that train in bf16, by their name and their network."""
+    """Return the peak bytes of each stage of the methods that the page compares, by their name and their network."""
     compared = {"petra": "revgpt", "dsp": "gpt", "delayed": "gpt", "pipedream_2bw": "gpt", "1f1b": "gpt", "gpipe": "gpt"}
     return {f"{method}, {model}": stage_memory(method, model, stages, k) for method, model in compared.items()}
 
