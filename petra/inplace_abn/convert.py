@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -152,15 +152,15 @@ def to_inplace_abn(
         ModelError: If one of ``pairs`` can't be converted. The network is then unchanged.
     """
     found, names = Conversion(), {module: name for name, module in network.named_modules()}
-    calls = [*_calls(network)]
+    occurrences = Counter([module for _, module in network.named_modules(remove_duplicate=False)])
+    calls = _calls(network)
     chosen, found.left = _chosen(names, calls)
     chosen |= _named(network, pairs)
-    uses = Counter([id(call.module) for call in calls])
     places = dict[nn.Module, Activated]()
     for norm, (act, overwrite) in chosen.items():
         if act not in places:
-            occurrences = sum(module is act for _, module in network.named_modules(remove_duplicate=False))
-            shared = occurrences > 1 or not uses[id(act)] or uses[id(act)] > uses[id(norm)]
+            uses = len(calls[act])
+            shared = occurrences[act] > 1 or not uses or uses > len(calls[norm])
             places[act] = Activated(act, _slope(act), shared=shared)
             found.rectified += isinstance(act, nn.ReLU)
         _replace(network, norm, _inplace(norm, places[act], overwrite, group))
@@ -202,16 +202,18 @@ def authors_state(state: Mapping[str, Tensor], eps: float = 1e-5) -> dict[str, T
     return state
 
 
-def _calls(network: nn.Module) -> Iterator[Call]:
-    """Yield the calls of modules in training and in evaluation mode."""
-    modes = {module: module.training for module in network.modules()}
+def _calls(network: nn.Module) -> defaultdict[nn.Module, list[Call]]:
+    """Return the calls of each module in training and in evaluation mode."""
+    modes, found = {module: module.training for module in network.modules()}, defaultdict[nn.Module, list[Call]](list)
     try:
         for training in (True, False):
             for root, graph in _graphs(network.train(training)):
-                yield from (Call(root, node) for node in graph.nodes if node.op == "call_module")
+                for call in [Call(root, node) for node in graph.nodes if node.op == "call_module"]:
+                    found[call.module].append(call)
     finally:
         for module, training in modes.items():
             module.training = training
+    return found
 
 
 def _graphs(module: nn.Module) -> Iterator[tuple[nn.Module, fx.Graph]]:
@@ -226,14 +228,14 @@ def _graphs(module: nn.Module) -> Iterator[tuple[nn.Module, fx.Graph]]:
 
 
 def _chosen(
-    names: Mapping[nn.Module, str], calls: Iterable[Call]
+    names: Mapping[nn.Module, str], calls: Mapping[nn.Module, Sequence[Call]]
 ) -> tuple[dict[nn.Module, tuple[nn.Module, bool]], dict[str, str]]:
     """Return the activation after each fit normalisation and whether it may overwrite its input, and reasons for the others."""
     chosen, left = dict[nn.Module, tuple[nn.Module, bool]](), dict[str, str]()
     for norm, name in names.items():
         if not isinstance(norm, NormBase) or isinstance(norm, (InPlaceABN, *INSTANCE_NORMS)):
             continue
-        own = [call for call in calls if call.module is norm]
+        own = calls[norm]
         readers = [call.reader() for call in own]
         reasons = [_unfit(norm), *(reader for reader in readers if isinstance(reader, str))]
         reasons += ["it is in a module that can't be traced (name it in pairs)"] if not own else []
