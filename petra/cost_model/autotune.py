@@ -77,8 +77,8 @@ def tune(
     """
     count = stages if isinstance(stages, int) else len(stages)
     speeds, limits = speeds or [1.0] * count, limits or [float("inf")] * count
-    delay = largest_delay(method, k, count, 2) if tune_delay else method.delay
-    ends_in_graph = replace(method, delay=delay).delays(count, k)[-1] == 0
+    tuned = replace(method, delay=largest_delay(method, k, count, 2)) if tune_delay else method
+    ends_in_graph = tuned.delays(count, k)[-1] == 0
     last = [ends_in_graph and j == count - 1 for j in range(count)]
     sums = {}  # of the times of the first 0, 1, 2, … blocks; those of the last stage store what a last stage of all blocks would
     for ends in (False, True):
@@ -93,16 +93,29 @@ def tune(
         partition = best_partition(len(blocks), count, seconds) if isinstance(stages, int) else partition_of(stages)
     except ConfigError as error:
         raise ConfigError(f"trainer.stages: {error}") from error
+    found = setting_of(blocks, partition, tuned, k, speeds)
+    if tune_delay and count > 1:
+        delay = choose_delays(found.costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
+        found = replace(found, delay=delay)
+    return found
+
+
+def setting_of(blocks: Sequence[BlockCost], partition: Sequence[range], method: Method, k: int, speeds: Sequence[float]) -> Tuned:
+    """Return the setting of a partition, with the delays of the method and the costs of the stages on devices of some speeds."""
+    ends_in_graph = method.delays(len(partition), k)[-1] == 0
     parts = [blocks[part.start : part.stop] for part in partition]
     keeps = [
-        keeps_of(method, [block.reversible for block in part], last=last[j], first_block=partition[j].start)
+        keeps_of(
+            method,
+            [block.reversible for block in part],
+            last=ends_in_graph and j == len(parts) - 1,
+            first_block=partition[j].start,
+        )
         for j, part in enumerate(parts)
     ]
     costs = tuple(cost.on(speed) for cost, speed in zip(pipeline_costs(parts, keeps), speeds, strict=True))
-    if tune_delay and count > 1:
-        delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
     times = tuple(cost.forward + cost.backward + cost.update / k for cost in costs)
-    return Tuned(tuple(map(len, partition)), delay, costs, times)
+    return Tuned(tuple(map(len, partition)), method.delay, costs, times)
 
 
 def largest_delay(method: Method, k: int, stages: int, most: int) -> int:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from petra.cost_model.autotune import Tuned, choose_delays, largest_delay
-from petra.cost_model.costs import BlockCost, pipeline_costs
+from petra.cost_model.autotune import Tuned, choose_delays, largest_delay, setting_of
+from petra.cost_model.costs import BlockCost
 from petra.cost_model.machines import INSTANT, Connection, Device, Link
 from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.stage_memory import Known, count_stage
@@ -23,7 +23,6 @@ from petra.errors import ConfigError, invalid
 from petra.method import Keep, Method, Weights
 from petra.plan import Plan, make_plan
 from petra.plan.partition import Indices, Values, best_partition, partition_of
-from petra.plan.plan import keeps_of
 from petra.plan.timetable import in_flight
 from petra.settings import TransportName
 from petra.specs import TensorSpec
@@ -297,18 +296,8 @@ class _Search:
 
     def _tuned(self, partition: Sequence[range], keeps: Sequence[tuple[Keep, ...]]) -> Tuned:
         """Return the setting with the costs of its stages. The plan may let blocks at the end store graphs."""
-        k, devices, keep = self.k, self.devices, tuple(own for part in keeps for own in part)
-        method, parts = replace(self.method, keep=keep), [self.blocks[part.start : part.stop] for part in partition]
-        ends = method.delays(len(partition), k)[-1] == 0
-        kept = [
-            keeps_of(
-                method, [block.reversible for block in part], last=ends and j == len(parts) - 1, first_block=partition[j].start
-            )
-            for j, part in enumerate(parts)
-        ]
-        costs = tuple(cost.on(device.speed) for cost, device in zip(pipeline_costs(parts, kept), devices, strict=True))
-        times = tuple(cost.forward + cost.backward + cost.update / k for cost in costs)
-        return Tuned(tuple(map(len, partition)), method.delay, costs, times, keep)
+        keep, speeds = tuple(own for part in keeps for own in part), [device.speed for device in self.devices]
+        return replace(setting_of(self.blocks, partition, replace(self.method, keep=keep), self.k, speeds), keep=keep)
 
 
 def _step(limit: int) -> int:
