@@ -268,10 +268,9 @@ class Pipeline:
         """All-gather the metrics of the first replica's stages since the last call, as ``stage/<j>/<name>`` with j from 1."""
         own = {f"stage/{j + 1}/{key}": v for j, worker in self.workers.items() for key, v in worker.update.metrics().items()}
         measured = {key: value for measure in self.measures for key, value in measure().items()}
-        gathered = all_gather_objects({**own, **measured}, call="Pipeline.stage_metrics()")[
-            : len(self.plan.layout.processes) * self.plan.layout.tp
-        ]
-        return {key: value for part in gathered for key, value in part.items()}
+        gathered = all_gather_objects({**own, **measured}, call="Pipeline.stage_metrics()")
+        ranks = len(self.plan.layout.processes) * self.plan.layout.tp
+        return {key: value for part in gathered[:ranks] for key, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a :meth:`state_dict` of at least this rank's blocks, and restart moving averages, older weights and extensions.

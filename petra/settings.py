@@ -40,12 +40,8 @@ class Numerics:
         check_types(self)
         accepted = (None, torch.bfloat16, torch.float16)
         require(self.autocast in accepted, "autocast", "None, torch.bfloat16 or torch.float16", self.autocast)
-        require(
-            self.message_format is None or self.message_format in MESSAGE_FORMATS,
-            "message_format",
-            alternatives(["None", *MESSAGE_FORMATS]),
-            self.message_format,
-        )
+        formats = (None, *MESSAGE_FORMATS)
+        require(self.message_format in formats, "message_format", alternatives(map(str, formats)), self.message_format)
         exact_in_messages = not self.exact_streams or self.message_format is None
         require(exact_in_messages, "exact_streams", f"false with message_format={self.message_format}", "true")
 
