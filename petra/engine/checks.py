@@ -111,13 +111,18 @@ def samples(streams: Streams) -> Samples:
 
 
 def marks_of(worker: Worker) -> dict[str, tuple[Any, ...]]:
-    """Return what changes if somebody changes a mode or a tensor of a worker's stage. 64 entries show changes by ``.data``."""
-    found: dict[str, tuple[Any, ...]] = {}
+    """Return marks of modes and tensors of a worker's stage, which differ after a change; 64 entries show changes by ``.data``."""
+    found, sampled = dict[str, tuple[Any, ...]](), dict[str, Tensor]()
     for block, module in ((runner.function.name, runner.function.module) for runner in worker.stage.runners):
         found |= {f"{block}, {name}, mode": (part.training,) for name, part in module.named_modules()}
         for name, t in chain(module.named_parameters(), module.named_buffers()):
             for key, own in ((f"{block}, {name}", t), (f"{block}, {name}.grad", t.grad)):
-                flat = torch.empty(0) if own is None else own.detach().flatten()
-                entries = flat[:: max(1, len(flat) // 64)].contiguous().view(torch.uint8).tolist()  # bytes: NaN differs from NaN
-                found[key] = (own, entries) if own is None else (id(own), storage_key(own), version_counter(own), entries)
+                found[key] = () if own is None else (id(own), storage_key(own), version_counter(own))
+                if own is not None:
+                    flat = own.detach().flatten()
+                    sampled[key] = flat[:: max(1, len(flat) // 64)].contiguous().view(torch.uint8)  # bytes: NaN differs from NaN
+    if sampled:  # one copy to the host, which waits for the device
+        joint = torch.cat([t.to(flat.device) for t in sampled.values()]).cpu()
+        parts = torch.split(joint, [*map(len, sampled.values())])
+        found |= {key: (*found[key], part.tolist()) for key, part in zip(sampled, parts, strict=True)}
     return found
