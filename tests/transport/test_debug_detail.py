@@ -1,14 +1,19 @@
 """Runs with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, in which torch compares what ranks do in each group."""
 
 from datetime import timedelta
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 from torch import Tensor
 
 from petra import Runtime
+from petra.distributed import all_gather_objects
 from petra.training import export
+from tests.structure import ROOT
 from tests.support.nets import RandomSource, assert_equal, mixed, weights
 from tests.support.processes import start
 
@@ -30,6 +35,20 @@ def train(rank: int, folder: str) -> dict[str, Tensor]:
         assert pipeline.train(RandomSource(), 2).targets == 8
         found |= {f"{transport}/{key}": value for key, value in weights(pipeline).items()}
     return found
+
+
+def gather(rank: int) -> list[int]:
+    """Gather states of optimizers, and then the ranks, with a collective."""
+    # Its package imports transformers, which takes seconds.
+    spec: Any = spec_from_file_location("optimizers", ROOT / "petra/huggingface/optimizers.py")
+    spec.loader.exec_module(optimizers := module_from_spec(spec))
+    optimizers.gather_states(SimpleNamespace(param_groups=[]), SimpleNamespace(rank=rank, world=3, workers={}))
+    return all_gather_objects(rank)
+
+
+@pytest.mark.processes
+def test_states_of_optimizers_are_gathered(tmp_path: Path) -> None:
+    assert start(3, gather, tmp_path, timeout=120, begin=begin).require() == [[0, 1, 2]] * 3
 
 
 @pytest.mark.processes
