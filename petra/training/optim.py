@@ -160,12 +160,19 @@ class _FilterMuon(torch.optim.Muon):
         self.param_groups[0]["params"] += filters
 
     def _init_group(self, group: Any, parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> bool:
-        """Collect parameters, gradients and momentum of a group, each as a view of two dimensions."""
+        """Collect parameters, gradients and momentum of a group: those of filters as views of two dimensions."""
         for p in group["params"]:
-            old = self.state[p].get("momentum_buffer", torch.zeros_like(p))
-            self.state[p]["momentum_buffer"] = old if old.stride() == p.stride() else torch.empty_like(p).copy_(old)
+            if p.dim() == 2:
+                continue
+            state = self.state[p]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(p)
+            elif state["momentum_buffer"].stride() != p.stride():  # of a checkpoint
+                state["momentum_buffer"] = torch.empty_like(p).copy_(state["momentum_buffer"])
         complex_ = super()._init_group(group, parameters, gradients, momenta)
         for i, p in enumerate([*parameters]):
+            if p.dim() == 2:
+                continue
             last = not p.is_contiguous()
             parameters[i], momenta[i] = _as_matrix(p, last), _as_matrix(momenta[i], last)
             gradients[i] = _as_matrix(gradients[i].contiguous(memory_format=_format(p)), last)
@@ -173,7 +180,7 @@ class _FilterMuon(torch.optim.Muon):
 
 
 def _format(tensor: Tensor) -> torch.memory_format:
-    """Return the memory format of filters or of a matrix."""
+    """Return the memory format of filters."""
     if tensor.is_contiguous():
         return torch.contiguous_format
     return torch.channels_last if tensor.dim() == 4 else torch.channels_last_3d

@@ -178,6 +178,20 @@ def test_basis_rotation_is_adam_in_the_rotated_basis() -> None:
     torch.testing.assert_close(result, reference, rtol=1e-8, atol=1e-10)
 
 
+def test_muon_takes_a_transposed_matrix() -> None:
+    module = nn.Linear(4, 6, bias=False)
+    module.weight = nn.Parameter(torch.randn(4, 6).t())
+    same = nn.Parameter(module.weight.detach().clone())
+    module.weight.grad = torch.randn(6, 4)
+    same.grad = module.weight.grad.clone()
+    muon = OPTIMIZERS["muon"](module, weight_decay=DECAY)
+    for group in muon.param_groups:
+        group["lr"] = 0.1
+    muon.step()
+    torch.optim.Muon([same], lr=0.1, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw").step()
+    assert torch.equal(module.weight, same)
+
+
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 def test_muon_with_filters_makes_the_updates_of_torchs_muon_on_flattened_filters(form: torch.memory_format) -> None:
     """Gradients may have another memory format than the filters, and the momentum that of a checkpoint."""
