@@ -160,7 +160,10 @@ class _FilterMuon(torch.optim.Muon):
         self.param_groups[0]["params"] += filters
 
     def _init_group(self, group: Any, parameters: list[Tensor], gradients: list[Tensor], momenta: list[Tensor]) -> bool:
-        """Collect parameters, gradients and momentum of a group: those of filters as views of two dimensions."""
+        """Collect parameters, gradients and momentum of a group: those of filters as views of two dimensions.
+
+        Matrices stay as torch has them, in any memory format.
+        """
         for p in group["params"]:
             if p.dim() == 2:
                 continue
