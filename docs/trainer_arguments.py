@@ -10,7 +10,7 @@ from petra.huggingface.arguments import ARGUMENTS, MAPPED, REFUSED
 HEADER = """# Arguments of PetraTrainer
 
 What becomes of the fields of `transformers.TrainingArguments` in [`PetraTrainer`](huggingface.md#a-script-for-trainer). Fields that
-a subclass adds are its own affair. This page is generated from the code.
+a subclass adds are not checked. This page is generated from the code.
 
 | fields | here |
 |---|---|"""
