@@ -25,12 +25,12 @@ PROGRAMS = {
     "soak_edge": "-m stress.soak --microbatches 20000 --transport edge",
     "configurations": "-m pytest -q --hypothesis-profile=long --timeout 0 tests/launch/test_fuzz_configs.py",
     "damage": "-m pytest -q --hypothesis-profile=long tests/training/test_damaged_checkpoints.py tests/data/test_imagenet.py",
-    "silent_data": "-m stress.silent_data",
     "hosts": "-m stress.two_hosts",
     "slurm": "-m stress.slurm",
+    "silent_commands": "-m stress.silent_commands",
     "silent_library": "-m stress.silent_library",
     "silent_blocks": "-m stress.silent_blocks",
-    "silent_commands": "-m stress.silent_commands",
+    "silent_data": "-m stress.silent_data",
 }
 """Arguments of Python by name of the test."""
 

@@ -35,6 +35,7 @@ HYDRA_FLAGS = (
 )
 """Flags of Hydra's parser."""
 SWEPT = "such as 'run_dir=runs/k${k}' for the folders of a sweep over k"
+WARNS = "no such key, since petra prints its warnings itself"
 INSTEAD: dict[str, tuple[Any, str]] = {
     "run.dir": (".", "run_dir=FOLDER, the folder of the run"),
     "sweep.dir": ("runs", f"run_dir, {SWEPT}"),
@@ -43,9 +44,9 @@ INSTEAD: dict[str, tuple[Any, str]] = {
     "job.chdir": (None, "run_dir=FOLDER; petra stays in the working directory"),
     "job.env_set": ({}, "variables in the environment (NAME=VALUE petra train ...)"),
     "job.env_copy": ([], "variables in the environment (NAME=VALUE petra train ...)"),
-    "verbose": (False, "no such key: petra prints its warnings"),
-    "job_logging": (..., "no such key: petra prints its warnings"),
-    "hydra_logging": (..., "no such key: petra prints its warnings"),
+    "verbose": (False, WARNS),
+    "job_logging": (..., WARNS),
+    "hydra_logging": (..., WARNS),
     "callbacks": ({}, "logger._target_=module.function, a logger of your own"),
     "launcher._target_": ("hydra._internal.core_plugins.basic_launcher.BasicLauncher", "one command for each run"),
 }
