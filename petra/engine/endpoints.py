@@ -192,10 +192,10 @@ class LossPort:
     def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
         self.totals.zero_()
-        read = staged(data.targets, self.device, range(start, start + microbatches))
-        self.data = data
-        # A loss may change them in place.
-        self._read = (lambda m: _tensor(read(m), f"the targets of microbatch {m}").clone()) if self.device.type == "cpu" else read
+        self.data, run = data, range(start, start + microbatches)
+        read = staged(lambda m: _tensor(data.targets(m), f"the targets of microbatch {m}"), self.device, run)
+        # A loss may change targets in place.
+        self._read = (lambda m: read(m).clone()) if self.device.type == "cpu" else read
         self._training, self._start = training, start
         self._padded = None if training or not hasattr(data, "real_rows") else data
 
