@@ -105,7 +105,7 @@ class ShareLossPort(LossPort):
         got, expected = "one that gets side tensors, of this share only", "one with mean_over_targets with replicas"
         require(len(without_side(output)) == len(output) or declares_mean(loss), "loss", expected, got, ModelError)
         whole = _Whole(loss, [t.to(self.device) for t in parts.targets], output, parts.own)
-        value, found = whole.part()
+        value, found = whole.part(self._training)
         distances = [_distance(f, g) for f, g in zip(found, mean, strict=False)]  # an evaluation has no gradients
         if first:
             self._checked.add(self._training)
@@ -133,14 +133,15 @@ class _Whole:
         self._with_rows = int(getattr(loss, "outputs_with_rows", len(output)))
         self.tolerance, self.name = torch.finfo(output[0].dtype).eps ** 0.6, getattr(loss, "__name__", type(loss).__name__)
 
-    def part(self) -> tuple[Tensor, Streams]:
-        """Return this share's part of the loss, and the gradients with respect to its output.
+    def part(self, training: bool) -> tuple[Tensor, Streams]:
+        """Return this share's part of the loss and, in training, the gradients with respect to its output.
 
         The parts of all shares that have rows add up to the loss. Each is the change of the loss from :data:`FILL` to the output,
         and an equal part of the loss of :data:`FILL`.
         """
         base = self._value([self._filled(share) for share in range(len(self._targets))])
-        value, gradients = self._gradients(self._own, self._output, self._filled)
+        given = self._own, self._output, self._filled
+        value, gradients = self._gradients(*given) if training else (self._value(self._parts(*given)), ())
         return value - base + base / sum(len(t) > 0 for t in self._targets), gradients
 
     def check(self) -> None:
@@ -169,11 +170,14 @@ class _Whole:
 
     def _gradients(self, share: int, output: Streams, others: Callable[[int], Streams]) -> tuple[Tensor, Streams]:
         """Return the loss, and its gradients with respect to the output of one share, given those of others."""
-        parts = [output if each == share else others(each) for each in range(len(self._targets))]
+        parts = self._parts(share, output, others)
         value, gradients = loss_and_gradients(self._loss, self._joint(parts), self._joint_targets(), torch.ones(()))
         count = min(self._with_rows, len(gradients))  # side tensors, which are last, have none
         rows = [torch.split(g, [len(part[i]) for part in parts])[share] for i, g in enumerate(gradients[:count])]
         return value, (*rows, *gradients[count:])
+
+    def _parts(self, share: int, output: Streams, others: Callable[[int], Streams]) -> list[Streams]:
+        return [output if each == share else others(each) for each in range(len(self._targets))]
 
     def _value(self, parts: Sequence[Streams]) -> Tensor:
         return self._loss(*self._joint(parts), self._joint_targets()).detach()
