@@ -23,10 +23,6 @@ class CheckedInverse(CheckedFunction):
     check needs as much memory as the ordinary backward pass and one input of the block: it frees gradients one by one.
     """
 
-    def inverse(self, m: int, y: Streams) -> Streams:
-        self.restore()
-        return self.function.inverse(m, y)
-
     def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         x, dx, gradients = self.function.inverse_vjp(m, y, dy, version)
         self.restore()

@@ -52,9 +52,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, kinds: Kinds) -> None:
     parts = {kind.partition(".")[2] for kind in named}
     made = _zero_step(optimizer) if parts - {"", *NUMBERS} else {}
     own = {kind: tensors for kind, tensors in named.items() if "." not in kind and kind != MASTER}
-    saved = [
-        {kind: tensors[p].clone() for kind, tensors in own.items() if p in tensors} for p in order
-    ]  # torch keeps those that fit
+    # Copies: load_state_dict keeps tensors that already have the right type and device.
+    saved = [{kind: tensors[p].clone() for kind, tensors in own.items() if p in tensors} for p in order]
     packed = optimizer.state_dict()
     packed["state"] = {i: values for i, values in enumerate(saved) if values}
     optimizer.load_state_dict(packed)
