@@ -346,6 +346,14 @@ def test_checks_cost_one_forward_and_backward_pass_of_a_reversible_block_once() 
     assert (calls.count("F"), calls.count("B")) == (7, 4)
 
 
+def test_a_block_that_changes_before_its_first_microbatch_is_checked_once() -> None:
+    pipeline, calls = reversible(linear(3, 3)), list[nn.Module]()
+    pipeline.train(Vectors(), 0)
+    dict(pipeline.blocks())["c0"].f.register_forward_hook(lambda f, x, y: calls.append(f))  # type: ignore[union-attr, operator]
+    pipeline.train(Vectors(), 1)
+    assert len(calls) == 3  # forward, reconstruction and check
+
+
 # Between two calls of train
 
 
