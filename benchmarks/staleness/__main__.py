@@ -39,7 +39,7 @@ def trials(cell: Cell, data: Path, out: Path) -> list[dict[str, Any]]:
         return float(record["loss"]["val"])
 
     if cell in LARGE:
-        small = final_runs(read_all(out)[replace(cell, model="revgpt").name])[0]
+        small = final_runs(read_all(out)[replace(cell, model=cell.model.replace("_2m", "")).name])[0]
         train(small["rate"], small["warmup"], SEEDS[0])
         return records
     rate = best_rate(RATES, lambda rate: train(rate, SHORT))

@@ -20,6 +20,8 @@ SHAPES = {8: (6, 84, 6, 240), 16: (14, 56, 4, 160), 32: (30, 40, 4, 96)}
 in the layers."""
 OTHER_SHAPES = {"gpt_wide": (14, 64, 4, 184), "revgpt_2m": (14, 112, 8, 320)}
 """Shapes for 16 stages: 4/3 of the parameters, with which ``gpt`` computes as much per token as PETRA; and four times as many."""
+HEADS = ("sum", "last", "norms")
+"""Heads of :func:`petra.models.revgpt` beside the one that reads both streams next to each other."""
 OPTIONS = {
     "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.1},
     "adamw_b1=0.95": {"betas": (0.95, 0.95), "weight_decay": 0.1},
@@ -44,8 +46,8 @@ class Cell:
         stages: Number of stages J, a key of :data:`SHAPES`.
         delay: Boundary delay other than the method's own, or None.
         keep: What blocks store, other than the method's own, or None.
-        model: ``revgpt``; ``revgpt_2m``, four times as large; ``gpt``, the ordinary transformer of equal parameters; or
-            ``gpt_wide``, that of equal compute.
+        model: ``revgpt``; ``revgpt_2m``, four times as large; either with ``_`` and one of :data:`HEADS`; ``gpt``, the ordinary
+            transformer of equal parameters; or ``gpt_wide``, that of equal compute.
     """
 
     method: str
@@ -72,8 +74,10 @@ class Cell:
 
     def make_model(self) -> Model:
         """Return the network."""
-        depth, dim, heads, hidden = OTHER_SHAPES.get(self.model, SHAPES[self.stages])
-        return (revgpt if self.model.startswith("revgpt") else gpt)(
+        size, _, head = self.model.rpartition("_")
+        size, reads = (size, {"head": head}) if head in HEADS else (self.model, {})
+        depth, dim, heads, hidden = OTHER_SHAPES.get(size, SHAPES[self.stages])
+        return (revgpt if size.startswith("revgpt") else gpt)(
             VOCABULARY,
             dim,
             depth,
@@ -87,6 +91,7 @@ class Cell:
             qk_norm=True,
             delimiter=0,
             embedding_std=0.4,
+            **reads,
         )
 
     def make_optimizer(self) -> OptimizerFactory:
@@ -143,10 +148,13 @@ GRAPHS = (
     Cell("petra", 8, "muon", "feedback", keep="graph"),
 )
 """PETRA with stored graphs: gradients of old activations through current weights."""
+READS = tuple(Cell("backprop", optimizer="muon", model=f"revgpt_{head}") for head in HEADS)
+"""Other heads, by backpropagation, with the optimizer of the lowest losses."""
 AGAIN = ("petra_k4_adamw", "dsp_k4_adamw", "dsp_k4_nadam", "petra_k16_muon_feedback", "paci_k16_muon")
 BASES = tuple(f"backprop_k8_{optimizer}" for optimizer in ("adamw", "nadam", "muon"))
 LARGE = tuple(replace(cell, model="revgpt_2m") for cell in GRID if cell.name.removeprefix("j16_") in (*AGAIN, *BASES))
-"""The two cells of the grid least above backpropagation, the three most above it, and backpropagation, at 2 M parameters."""
-CELLS = (*GRID, *IDEA, CONTROL, *RECIPES, *GRAPHS, *LARGE)
+LARGE += tuple(replace(cell, model=cell.model.replace("revgpt", "revgpt_2m")) for cell in READS)
+"""At 2 M parameters: the two cells least above backpropagation, the three most above it, backpropagation, and other heads."""
+CELLS = (*GRID, *IDEA, CONTROL, *RECIPES, *GRAPHS, *READS, *LARGE)
 MOST_COMPARED = (Cell("backprop"), Cell("petra", 8))
 """Cells with five seeds instead of three."""

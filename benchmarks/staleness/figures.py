@@ -7,13 +7,14 @@ staleness of stage 1.
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.staleness.cells import CELLS
+from benchmarks.staleness.cells import CELLS, HEADS
 from launch.run.folder import records_in
 from petra.analysis.plots import own_settings
 
@@ -64,9 +65,13 @@ def shown(losses: Mapping[int, float], others: Mapping[int, float]) -> str:
 
 
 def base(cell: str, records: Records) -> dict[int, float]:
-    """Return the final losses of backpropagation with the cell's stages, size and optimizer, with that optimizer's usual β₁."""
+    """Return the final losses of backpropagation with the cell's stages, size and optimizer, with that optimizer's usual β₁.
+
+    The network has the usual head.
+    """
     own = {**records[cell][0]["setting"]}
     own["optimizer"] = own["optimizer"].partition("_b1=")[0]
+    own["model"] = re.sub(f"_({'|'.join(HEADS)})$", "", own["model"])
     for found in records.values():
         setting = found[0]["setting"]
         same = all(setting[key] == own[key] for key in ("stages", "optimizer", "model"))
@@ -86,7 +91,8 @@ def results(records: Records) -> str:
             continue
         runs = final_runs(found)
         spread = f" ± {statistics.stdev(losses.values()):.3f}" if len(losses) > 1 else ""
-        above = "" if runs[0]["setting"]["method"] == "backprop" else shown(losses, base(cell, records))
+        exact = base(cell, records)
+        above = "" if losses == exact else shown(losses, exact)
         errors = [statistics.fmean(run["reconstruction_error"]["2"]) for run in runs if run["reconstruction_error"].get("2")]
         cells = [
             f"`{cell}`",

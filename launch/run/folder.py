@@ -20,7 +20,7 @@ from petra.errors import ConfigError, DataError, first_line, invalid, require
 from ..config.catalogue import all_keys
 from ..config.compose import hydra_errors, to_config
 from ..config.keys import definition, fields_of, is_shipped
-from ..config.schema import SECTIONS, Config
+from ..config.schema import SECTIONS, Config, keys
 
 CONFIG, METRICS, UPDATES, SUMMARY, CHECKPOINTS = "config.yaml", "metrics.jsonl", "updates.jsonl", "summary.json", "checkpoints"
 GRADIENTS = "gradients.jsonl"
@@ -64,6 +64,16 @@ def upgraded(found: Mapping[Any, Any]) -> dict[str, Any]:
     streams = trainer.pop("streams", None)
     trainer |= {"exact_streams": streams == "exact", "message_format": None if streams in ("float32", "exact") else streams}
     return {**found, "format": FORMAT, "trainer": trainer}
+
+
+def with_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with what petra's functions have gained since it was written, as their defaults."""
+    filled = dict(found)
+    for group in SECTIONS:
+        values = found.get(group, {})
+        if is_shipped(target := str(values.get("_target_"))):
+            filled[group] = {name: key.default for name, key in keys(group, target).items() if key.default is not ...} | values
+    return filled
 
 
 def load_config(path: Path) -> dict[str, Any]:

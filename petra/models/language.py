@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from petra.reversible import TwoFunctionCoupling
 from petra.specs import Streams
 
 POSITIONS = ("learned", "rotary")
+HeadName = Literal["concat", "sum", "last", "norms"]
 
 
 class TokenStem(nn.Module):
@@ -103,18 +104,29 @@ class LanguageHead(nn.Module):
     Args:
         options: Form of the layers.
         classes: Number of different tokens.
-        streams: Number of streams, which it reads next to each other. A context may follow.
+        streams: Number of streams. A context may follow.
+        reads: What it reads of several streams, as ``head`` of :func:`revgpt`.
     """
 
-    def __init__(self, options: LayerOptions, classes: int, streams: int) -> None:
+    def __init__(self, options: LayerOptions, classes: int, streams: int, reads: HeadName = "concat") -> None:
         super().__init__()
-        self.streams = streams
-        self.norm = options.make_norm(streams * options.dim)
-        self.linear = linear(streams * options.dim, classes, options.bias)
+        self.streams, self.reads = streams, reads
+        width = options.dim * (streams if reads == "concat" else 1)
+        if reads == "norms":
+            self.norms = nn.ModuleList(options.make_norm(width) for _ in range(streams))
+        else:
+            self.norm = options.make_norm(width)
+        self.linear = linear(width, classes, options.bias)
 
     def forward(self, *streams: Tensor) -> Tensor:
-        x = streams[0] if self.streams == 1 else torch.cat(streams[: self.streams], dim=2)
-        logits: Tensor = self.linear(self.norm(x).flatten(0, 1))
+        own = streams[: self.streams]
+        if self.reads == "norms":
+            x = sum(norm(stream) for norm, stream in zip(self.norms, own, strict=True))
+        elif self.reads == "sum":
+            x = self.norm(sum(own))
+        else:
+            x = self.norm(own[-1] if self.reads == "last" or self.streams == 1 else torch.cat(own, dim=2))
+        logits: Tensor = self.linear(x.flatten(0, 1))
         return logits
 
 
@@ -134,6 +146,7 @@ def revgpt(
     qk_norm: bool = False,
     delimiter: Annotated[int | None, ">= 0"] = None,
     embedding_std: Positive = DEVIATION,
+    head: HeadName = "concat",
 ) -> Model:
     """Build a reversible language model: ``depth`` + 2 blocks (stem, one reversible block per layer, head).
 
@@ -150,13 +163,16 @@ def revgpt(
         delimiter: Token with which every document begins. Positions then attend to their own document only. None: a text is one
             document.
         embedding_std: Standard deviation of the initial embeddings of tokens and positions.
+        head: What the head reads: both streams next to each other (``concat``), their ``sum``, the ``last`` one alone, or the sum
+            of both after a normalisation of each (``norms``).
 
     Raises:
         ConfigError: If an argument is out of range.
     """
+    require(head in get_args(HeadName), "model.head", alternatives(get_args(HeadName)), head)
     options = LayerOptions(dim, heads, kv_heads, hidden, mlp, norm, bias, positions == "rotary", qk_norm, dropout, depth=depth)
     stem = _stem(options, classes, size, positions, delimiter, embedding_std, 2)
-    return options.model("revgpt", stem, partial(_coupled, options), partial(LanguageHead, options, classes, 2))
+    return options.model("revgpt", stem, partial(_coupled, options), partial(LanguageHead, options, classes, 2, head))
 
 
 def gpt(
@@ -178,7 +194,7 @@ def gpt(
 ) -> Model:
     """Build the ordinary transformer of the same shapes as :func:`revgpt`, whose layers are not reversible.
 
-    Arguments, input and output are those of :func:`revgpt`.
+    Arguments, input and output are those of :func:`revgpt`; there is one stream.
 
     Raises:
         ConfigError: If an argument is out of range.

@@ -141,6 +141,23 @@ def test_parameters_and_flops_of_revgpt() -> None:
     assert [b.flops for b in profile] == [0, *[layer] * depth, 2 * tokens * 2 * d * v]
 
 
+@pytest.mark.parametrize("delimiter", [None, 0])
+def test_heads_equal_their_formulas(delimiter: int | None) -> None:
+    x1, x2, documents = *torch.randn(2, BATCH, LENGTH, DIM, dtype=torch.float64), torch.zeros(BATCH, LENGTH, dtype=torch.float64)
+    context = () if delimiter is None else (documents,)
+    for reads in ("concat", "sum", "last", "norms"):
+        model = double(revgpt(CLASSES, dim=DIM, depth=1, heads=2, size=LENGTH, delimiter=delimiter, head=reads))
+        head = random_layer(model.build(0).head)
+        weights, bias = dict(head.named_parameters()), head.linear.bias
+        norms = [(weights[f"norms.{i}.weight"], weights[f"norms.{i}.bias"]) for i in (0, 1)] if reads == "norms" else []
+        one = torch.cat([x1, x2], dim=2) if reads == "concat" else x2 if reads == "last" else x1 + x2
+        read = [one] if reads != "norms" else [x1, x2]
+        pairs = norms or [(head.norm.weight, head.norm.bias)]
+        normal = sum(layer_norm(x, weight) + shift for x, (weight, shift) in zip(read, pairs, strict=True))
+        torch.testing.assert_close(head(x1, x2, *context), (normal @ head.linear.weight.T + bias).flatten(0, 1), msg=reads)
+        assert head.linear.in_features == DIM * (2 if reads == "concat" else 1)
+
+
 @pytest.mark.parametrize(("dim", "heads", "millions", "gigaflops"), [(384, 6, 22, 4.6), (768, 12, 87, 17.6)])
 def test_revvit_has_the_papers_size(dim: int, heads: int, millions: int, gigaflops: float) -> None:
     """Rev-ViT-S and Rev-ViT-B (Mangalam et al. 2022, Table 1, in multiply-adds)."""
@@ -177,6 +194,7 @@ NETS = {
     "revvit": revvit(CLASSES, patch=4, dim=8, depth=3, heads=2, size=8),
     "gpt": gpt(CLASSES, dim=8, depth=3, heads=2, size=LENGTH, delimiter=0),
     "modern": revgpt(CLASSES, dim=16, depth=3, heads=4, size=LENGTH, delimiter=0, **MODERN),
+    **{head: revgpt(CLASSES, dim=8, depth=2, heads=2, size=LENGTH, delimiter=0, head=head) for head in ("sum", "last", "norms")},
 }
 
 
@@ -190,6 +208,7 @@ def test_patches_give_both_streams_content_and_position() -> None:
 
 
 METHOD_OF = {"gpt2": ("petra", "pipedream_2bw"), "revvit": ("petra", "dsp"), "gpt": ("petra", "pipedream"), "modern": METHODS}
+METHOD_OF |= dict.fromkeys(("sum", "last", "norms"), ("petra",))
 
 
 @pytest.mark.parametrize(("name", "method"), [(name, method) for name, methods in METHOD_OF.items() for method in methods])
@@ -203,6 +222,7 @@ test_invalid_options = refuses(
     (revvit, {"patch": 5}, r"model\.patch: expected a divisor of 32, the side of the images in pixels, got 5"),
     (revgpt, {"kv_heads": 4}, r"model\.kv_heads: expected null or a divisor of 6 \(model\.heads\), got 4"),
     (revgpt, {"dim": 18, "positions": "rotary"}, r"model\.dim: expected an even number of channels per head with model\.pos"),
+    (revgpt, {"head": "first"}, r"model\.head: expected concat, sum, last or norms, got first"),
     (revgpt, {"delimiter": 256}, r"model\.delimiter: expected null or a token from 0 to 255, got 256"),
 )
 
