@@ -247,7 +247,7 @@ class TrainingRun:
             log = JsonLines(self.folder / GRADIENTS, gradients_in(self.folder, pipeline.microbatches_done)).log
             quality = GradientQuality(pipeline, config.diagnose, log)
         quiet = 1 if config.compile is None else 2 * len(plan.stages) + 2  # the neighbours' blocks are compiled in the first rounds
-        watchdog = Watchdog(pipeline.workers, pipeline.rank, config.watchdog, quiet=quiet)
+        watchdog = Watchdog(pipeline.workers, pipeline.rank, config.watchdog, quiet=quiet, timeout=config.timeout)
         warm_up = None if config.compile is None else WarmUp(plan, pipeline.stages, pipeline.device)
         hooks: tuple[Hook | None, ...] = (times, drift, recorder, ReconstructionMonitor(pipeline), quality, warm_up, watchdog)
         with ExitStack() as stack:

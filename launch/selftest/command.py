@@ -55,7 +55,7 @@ RESULTS = "results.jsonl"
 """What the first rank has found, a line for each part."""
 SHOWN = re.compile(r"s without progress, |Watchdog caught collective|^error: |^[\w.]*Error: |NCCL WARN|CUDA error")
 """Lines of a rank's output that tell why a part failed."""
-WAITING = re.compile(r"waits in petra/(engine/options/rounds|transport/(lockstep|edge))|Watchdog caught")
+WAITING = re.compile(r"waits in petra/(engine/(checks|options/rounds)|transport/(lockstep|edge))|Watchdog caught")
 """Lines of a rank that waits for its GPU or another rank."""
 OWN = (*PREFIXES, "CUDA_", "SLURM_", "PET_", "LD_LIBRARY_PATH", "PYTHONPATH")
 """Beginnings of the names of environment variables in the archive; none of a name with one of :data:`SECRET`."""
@@ -192,7 +192,7 @@ def run_here(
                 started, saved = time.monotonic(), folder / "checkpoints" / trial.name
                 if process.first:
                     report(results | {trial.name: {"result": "failed: did not end", "duration": 0.0}})
-                findings = PARTS[trial.part]({"folder": str(saved), **trial.options}, device, process)
+                findings = PARTS[trial.part]({"folder": str(saved), "timeout": timeout, **trial.options}, device, process)
                 results[trial.name] = {"findings": findings, "duration": round(time.monotonic() - started, 1)}
                 if process.first:
                     with open(folder / RESULTS, "a", encoding="utf-8") as file:

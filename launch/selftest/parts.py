@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ def build(options: Options, device: torch.device) -> tuple[Pipeline, Copies]:
 
     Args:
         options: ``model``, ``batch`` (of each replica), ``method``, ``k``, and optionally ``width``, ``size``, ``dim``, ``depth``,
-            ``stages``, ``dp``, ``delay``, ``transport``, ``precision``, ``channels_last``, ``compile`` and ``patience``: seconds
-            until the watchdog reports.
+            ``stages``, ``dp``, ``delay``, ``transport``, ``precision``, ``channels_last``, ``compile``, ``timeout``
+            and ``patience``: seconds until the watchdog reports.
     """
     method, dp = METHODS[options["method"]], options.get("dp", 1)
     if "delay" in options:
@@ -81,7 +82,8 @@ def build(options: Options, device: torch.device) -> tuple[Pipeline, Copies]:
     if options.get("compile") is not None:
         quiet = 2 * len(pipeline.plan.stages) + 2
         pipeline.hooks.append(WarmUp(pipeline.plan, pipeline.stages, pipeline.device))
-    pipeline.hooks.append(Watchdog(pipeline.workers, pipeline.rank, options.get("patience", 20.0), quiet=quiet))
+    patience = options.get("patience", 20.0)
+    pipeline.hooks.append(Watchdog(pipeline.workers, pipeline.rank, patience, quiet=quiet, timeout=options.get("timeout", inf)))
     return pipeline, Copies(inputs, 4, classes, dp)
 
 

@@ -31,6 +31,7 @@ class Options:
         one_slot: Whether a device runs one NCCL operation at a time. Operations of several communicators then need one order.
         patience_ms: Time after which a host that waits for the device reports a deadlock.
         fault: What happens at launch number ``fault_at`` of this process: ``die`` or ``hang``; empty for nothing.
+        fault_microbatch: With a value >= 0, launches count for ``fault_at`` from the first forward pass of this microbatch on.
         fault_rank: Only the process whose RANK this is has the fault; -1 for any.
     """
 
@@ -43,6 +44,7 @@ class Options:
     patience_ms: int = 30_000
     fault: str = ""
     fault_at: int = 0
+    fault_microbatch: int = -1
     fault_rank: int = -1
 
 
@@ -109,10 +111,27 @@ def configure(options: Options) -> None:
     """Change the options of this process. Delays follow the new seed if no stream has been used yet."""
     settings = extension.settings()
     for each in fields(options):
-        if each.name not in ("fault", "fault_rank"):
+        if not each.name.startswith("fault"):
             setattr(settings, each.name, getattr(options, each.name))
     faulty = options.fault_rank in (-1, int(os.environ.get("RANK", "0")))
-    settings.fault = options.fault if faulty else ""
+    settings.fault, settings.fault_at = options.fault if faulty else "", 0 if options.fault_microbatch >= 0 else options.fault_at
+    if options.fault_microbatch >= 0:
+        _delay_fault(options)
+
+
+def _delay_fault(options: Options) -> None:
+    """Count launches for the fault from the first forward pass of a microbatch on."""
+    from petra.engine.worker import Worker
+
+    forward = Worker.forward
+
+    def counted(worker: Worker, m: int) -> None:
+        if m == options.fault_microbatch:
+            extension.settings().fault_at = extension.launches() + options.fault_at
+            Worker.forward = forward  # type: ignore[method-assign]
+        forward(worker, m)
+
+    Worker.forward = counted  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -54,3 +54,22 @@ def test_a_slow_round_is_reported_unless_it_is_the_first_compiles_or_is_usual(ca
     assert "; waits in petra/engine/endpoints.py:" in text
     assert "until_reported" in text
     assert not texts(0) + texts(4) + texts(5)
+
+
+def test_a_round_that_takes_half_of_the_timeout_is_reported_however_slow_the_others_were(caplog: pytest.LogCaptureFixture) -> None:
+    def until_reported() -> None:
+        end = time.monotonic() + 60
+        while not any("until_reported" in text for text in caplog.messages) and time.monotonic() < end:
+            time.sleep(0.01)
+
+    for slow in (
+        {0: until_reported},
+        {2: lambda: time.sleep(0.5), 5: until_reported},
+    ):  # within the quiet rounds, and after a slow one
+        caplog.clear()
+        data = Slow(slow)
+        pipeline = make_pipeline(mixed_net(dtype=torch.float32), data.spec, stages=3, optimizer=sgd, learning_rate=lambda t: 0.01)
+        watchdog = Watchdog(pipeline.workers, 5, SECONDS, quiet=1, timeout=1.5)
+        with caplog.at_level(logging.WARNING), pipeline.hooks.attached(watchdog):
+            pipeline.train(data, 7)
+        assert any(f"stage 1, microbatch {max(slow)}, forward" in text for text in caplog.messages if "until_reported" in text)

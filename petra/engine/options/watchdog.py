@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from traceback import walk_stack
 
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 class Watchdog(Hook):
     """Log a warning about a round that takes longer than ``seconds`` and :data:`SLOWER` times the slowest one before it.
 
+    A round that has taken half of ``timeout`` is reported in any case, since the process group may end the run soon after.
+
     It names rank, stage, microbatch, pass and round, the code that waits, and the microbatches that a GPU has not finished. The run
     goes on: the timeout of the process group ends it. A round begins with a step of the process's first stage. Only
     ``Pipeline.train`` is watched, so not the writing of a checkpoint, and no round in which blocks compile.
@@ -33,11 +36,14 @@ class Watchdog(Hook):
         workers: Workers of this process, by stage.
         rank: Rank of this process.
         seconds: Shortest duration of a round that is reported.
-        quiet: Number of rounds at the start of each training run that may take any time.
+        quiet: Number of rounds at the start of each training run that may take any time up to half of ``timeout``.
+        timeout: Seconds that a process waits for another before the run ends with an error.
     """
 
-    def __init__(self, workers: Mapping[int, Worker], rank: int, seconds: float = 60.0, *, quiet: int = 1) -> None:
-        self.seconds, self._workers, self._rank, self._quiet = seconds, workers, rank, quiet
+    def __init__(
+        self, workers: Mapping[int, Worker], rank: int, seconds: float = 60.0, *, quiet: int = 1, timeout: float = inf
+    ) -> None:
+        self.seconds, self._workers, self._rank, self._quiet, self._longest = seconds, workers, rank, quiet, timeout / 2
         self._first, self._step = min(workers, default=-1), (0, 0, 0)
         self._round, self._began, self._slowest, self._ended = 0, 0.0, 0.0, threading.Event()
 
@@ -58,7 +64,7 @@ class Watchdog(Hook):
 
     def _watch(self, trainer: int, ended: threading.Event) -> None:
         """Watch a training run of the thread ``trainer`` until it ends, with or without an error."""
-        reported = self._quiet
+        reported = 0
         while not ended.wait(min(self.seconds / 4, 5.0)):
             number, elapsed = self._round, time.monotonic() - self._began
             stacks = {
@@ -70,10 +76,15 @@ class Watchdog(Hook):
                 self._began = time.monotonic()
             elif not any(call.endswith(" train") for call in inside):
                 return
-            elif number > reported and elapsed > max(self.seconds, SLOWER * self._slowest):
+            elif number > reported and elapsed > self._limit(number):
                 reported = number
                 calls = dict.fromkeys((inside[0].removeprefix(PETRA), stacks[trainer][0].removeprefix(PETRA)))
                 log.warning(self._text(number, elapsed, ", which called ".join(calls)))
+
+    def _limit(self, number: int) -> float:
+        """Return the seconds after which a round is reported."""
+        usual = inf if number <= self._quiet else max(self.seconds, SLOWER * self._slowest)
+        return min(usual, self._longest)
 
     def _text(self, number: int, elapsed: float, where: str) -> str:
         (stage, peer, m), running = self._step, unfinished(self._workers[self._first].upstream)
