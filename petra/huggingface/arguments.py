@@ -30,7 +30,8 @@ ARGUMENTS = {
     "max_grad_norm": "as in `Trainer` with methods that flush; of each stage with others",
     "bf16": "blocks compute under autocast; messages and weights keep their type",
     "activation_checkpointing(_kwargs)?|gradient_checkpointing(_kwargs)?": "blocks store their input (`method.keep=input`)",
-    "ddp_.*|local_rank|average_tokens_across_devices|torch_empty_cache_steps": "no effect",
+    "average_tokens_across_devices": "as in `Trainer`, over replicas",
+    "ddp_.*|local_rank|torch_empty_cache_steps": "no effect",
 }
 """What becomes of an argument, by patterns of names. Any other must have its default."""
 MAPPED = re.compile("|".join(ARGUMENTS))

@@ -24,7 +24,7 @@ from petra.engine.endpoints import Losses
 from petra.engine.metrics import count_targets
 from petra.engine.options.extension import Extension
 from petra.engine.recipe import Recipe
-from petra.errors import require
+from petra.errors import DataError, require
 from petra.huggingface.arguments import rates
 from petra.huggingface.blocks import Head, kind_of, split
 from petra.huggingface.feed import Entry, Exit, Form, longest_batch, random_states, set_random_states
@@ -53,6 +53,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     form: Form
     rank: int
     world: int
+    dp: int
+    replica: int
+    reads: bool
+    _peers: Any
+    _data_seed: int | None = None
     _pipeline: Pipeline | None
     _fresh: bool
     _evaluation: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -60,36 +65,70 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     _remainder: int | None = None
 
     def _alone(self) -> None:
-        """Let ``transformers`` and ``accelerate`` take this process for the only one: replicas would share the data."""
+        """Let ``transformers`` and ``accelerate`` take the processes of a replica for one, and the replicas for all of them."""
         args, accelerator = self.args, self.accelerator
         for owner, name in ((args, "distributed_state"), (accelerator, "state")):
             alone = copy.copy(getattr(owner, name))
-            alone.__dict__ = {**alone.__dict__, "distributed_type": DistributedType.NO, "num_processes": 1}
+            alone.__dict__ = {**alone.__dict__, "distributed_type": DistributedType.NO, "num_processes": self.dp}
             setattr(owner, name, alone)
         config = accelerator.dataloader_config
         prepare = partial(
             prepare_data_loader,
-            num_processes=1,
-            process_index=0,
+            num_processes=self.dp,
+            process_index=self.replica,
+            split_batches=config.split_batches,
+            even_batches=config.even_batches,
             use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
         )
 
         def prepared(*objects: Any) -> Any:
             found = list(objects)
             for i, each in enumerate(objects):
                 if isinstance(each, DataLoader):
-                    found[i] = prepare(each)
+                    found[i] = prepare(each, data_seed=config.data_seed if self.dp == 1 else self._data_seed)
                 elif isinstance(each, torch.optim.Optimizer) and not isinstance(each, AcceleratedOptimizer):
                     without_steps(each)
                     found[i] = AcceleratedOptimizer(each, device_placement=False)
             return found if len(found) > 1 else found[0]
 
         accelerator.prepare, accelerator.prepare_model = prepared, lambda model, *others, **named: model
-        for name in ("gather", "pad_across_processes", "reduce"):
-            setattr(accelerator, name, lambda tensor, *others, **named: tensor)
-        accelerator.gather_for_metrics = lambda found: recursively_apply(lambda t: t[: self._remainder], found)
+        accelerator.gather, accelerator.reduce = self._gathered, lambda tensor, *others, **named: tensor
+        accelerator.pad_across_processes = self._padded
+        accelerator.gather_for_metrics = lambda found: recursively_apply(lambda t: self._gathered(t)[: self._remainder], found)
         self.gather_function = accelerator.gather_for_metrics
+
+    def _of_replicas(self, value: Any) -> list[Any]:
+        """Return a value of all replicas. The processes with one stage, of all replicas, must call this method."""
+        if self.dp == 1:
+            return [value]
+        found: list[Any] = [None] * self.dp
+        dist.all_gather_object(found, value, self._peers)
+        return found
+
+    def _same(self, name: str, value: Any) -> Any:
+        """Return a value of the processes that read data, in all processes, which call this method.
+
+        Raises:
+            DataError: If replicas have different ones.
+        """
+        found = all_gather_objects(value)[:: self.world // self.dp]
+        require(found.count(found[0]) == self.dp, name, "the same length in all replicas", " and ".join(map(str, found)), DataError)
+        return found[0]
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all replicas."""
+        if self.dp == 1:
+            return tensor
+        return torch.cat([t.view(-1) if t.dim() == 0 else t for t in self._of_replicas(tensor.cpu())]).to(tensor.device)
+
+    def _padded(self, found: Any, dim: int = 0, pad_index: int = 0, **named: Any) -> Any:
+        """Return tensors that are as long in dimension ``dim`` as the longest of all replicas."""
+
+        def padded(t: Tensor) -> Tensor:
+            missing = max(self._of_replicas(t.shape[dim])) - t.shape[dim] if t.dim() > dim else 0
+            return nn.functional.pad(t, [0, 0] * (t.dim() - dim - 1) + [0, missing], value=pad_index) if missing else t
+
+        return found if self.dp == 1 else recursively_apply(padded, found)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the pipeline moves the blocks of its stages."""
@@ -127,11 +166,12 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         model, losses = self._blocks(base, parts)
         plan = make_plan(
             model,
-            self.form.spec,
+            self.form.spec_of(self.dp),
             method=self._method,
             k=args.gradient_accumulation_steps,
             stages=self._stages,
             processes=self.world,
+            dp=self.dp,
             numerics=Numerics(torch.bfloat16 if args.bf16 else None),
             device_type=args.device.type,
             metrics=0,
@@ -153,7 +193,9 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         )
         self._pipeline = Pipeline.from_plan(plan, recipe, Runtime(args.device))
         self._states = self._states if not steps else {}
-        self._last = next(p for p, owned in enumerate(plan.layout.processes) if len(plan.stages) - 1 in owned)
+        processes = plan.layout.processes
+        last = next(p for p, owned in enumerate(processes) if len(plan.stages) - 1 in owned)
+        self._last = self.replica * len(processes) + last
 
     def _blocks(self, base: Any, parts: dict[str, nn.Module]) -> tuple[Model, Losses]:
         """Return the model of a pipeline, whose modules and parameters are those of ``base``, and its losses."""
@@ -269,7 +311,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
 class _OfLogits:
     """Loss that takes the logits and what has travelled with them."""
 
-    outputs = (2,)
+    outputs, mean_over_targets = (2,), True  # a share is one of as many equal targets as there are replicas
 
     def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         self._function = function
@@ -281,7 +323,7 @@ class _OfLogits:
 class _Chunked:
     """Loss without whole logits, of the targets that have travelled."""
 
-    outputs = (3, 4)
+    outputs, mean_over_targets = (3, 4), True
 
     def __init__(self, trainer: Any, loss: LinearCrossEntropy, *, training: bool) -> None:
         self._trainer, self._loss, self._training = trainer, loss, training
@@ -303,7 +345,8 @@ class _Chunked:
             return torch.zeros((), device=hidden.device)
         if not facts["count"]:
             return sum(t.sum() * 0 for t in (hidden, weight, *bias))  # type: ignore[return-value]
-        share = 1 / facts["of"] if facts["items"] is None else count / facts["items"]
+        replicas = self._trainer.dp if trainer.args.average_tokens_across_devices else 1
+        share = 1 / facts["of"] if facts["items"] is None else count * replicas / facts["items"]
         whole: Tensor = mean * share * trainer.args.gradient_accumulation_steps
         return whole
 

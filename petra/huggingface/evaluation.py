@@ -58,21 +58,21 @@ class Evaluating(Pipelined):
         self._answered, self._batches = deque[Any](), deque[dict[str, Tensor]]()
         self._waiting: list[tuple[dict[str, Tensor], Tensor]] = []
         self._asked = only, ignore_keys
-        batches = iter(getattr(loader, "base_dataloader", loader)) if self.rank == 0 else iter(())
+        batches = iter(getattr(loader, "base_dataloader", loader)) if self.reads else iter(())
         done, at_once = 0, (8 if only else 1) * len(self.pipeline.plan.stages)
         while True:
             packed, count = list[Tensor](), 0
             with raise_on_all_ranks():
-                for batch in batches if self.rank == 0 else ():
+                for batch in batches:
                     parts = self.form.split(batch)
                     packed += [self.form.pack(part, part=i, parts=len(parts)) for i, part in enumerate(parts)]
                     count += 1
                     if len(packed) >= at_once:
                         break
-            microbatches, count = all_gather_objects((len(packed), count))[0]
+            microbatches, count = self._same("eval_dataset", (len(packed), count))
             if not count:
                 return
-            self.pipeline.evaluate(source_of(packed.__getitem__), microbatches)
+            self.pipeline.evaluate(source_of(packed.__getitem__, self.dp), microbatches)
             for _ in range(count):
                 done += 1
                 # Losses count once for each row: accelerate divides the last batch so.

@@ -115,10 +115,9 @@ class Form:
         """Where the part begins that travels to the last stage."""
         return 0 if self.whole or self.size is not None else self.start
 
-    @property
-    def spec(self) -> TensorSpec:
-        """Spec of a microbatch."""
-        return TensorSpec((self.start + HEADER + self.others,), torch.uint8)
+    def spec_of(self, replicas: int = 1) -> TensorSpec:
+        """Return the spec of a microbatch of all replicas."""
+        return TensorSpec((replicas * (self.start + HEADER + self.others),), torch.uint8)
 
     def split(self, batch: Batch) -> list[Batch]:
         """Return the parts of a batch that fit into a microbatch each."""
@@ -144,7 +143,7 @@ class Form:
         Raises:
             DataError: If the batch does not fit the form.
         """
-        packed = torch.zeros(self.spec.shape, dtype=torch.uint8)
+        packed = torch.zeros(self.spec_of().shape, dtype=torch.uint8)
         inputs = self._inputs(batch)
         missing = self.rows - len(inputs)
         inputs = inputs if not missing else torch.cat([inputs, inputs[-1:].expand(missing, *inputs.shape[1:])])
@@ -225,9 +224,11 @@ class Exit(nn.Module):
         return (*as_streams(self.block(hidden, *side[:-1])), side[-1])
 
 
-def source_of(read: Callable[[int], Tensor]) -> Any:
-    """Return a data source of the microbatches that ``read`` returns. Its targets are empty: the loss has those that travel."""
-    nothing = torch.zeros(1, dtype=torch.int64)
+def source_of(read: Callable[[int], Tensor], replicas: int = 1) -> Any:
+    """Return a data source of the microbatches that ``read`` returns, one for each replica. The loss has the targets that travel,
+    so a microbatch of a replica counts as one target of the source.
+    """
+    nothing = torch.zeros(replicas, dtype=torch.int64)
     return SimpleNamespace(inputs=read, targets=lambda m: nothing)
 
 
@@ -243,10 +244,19 @@ class Reader:
         collator: The collator.
         epoch: Number of the first epoch.
         states: What :meth:`states` has returned, to resume; None for a new run.
+        of_replicas: Returns a value of all replicas, which draw the same order; by default, there are none.
     """
 
-    def __init__(self, loader: Any, collator: Any, epoch: int = 0, states: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        collator: Any,
+        epoch: int = 0,
+        states: Mapping[str, Any] | None = None,
+        of_replicas: Callable[[Any], list[Any]] = lambda value: [value],
+    ) -> None:
         self.loader, self._collator, self._epoch, self._resumed = loader, collator, epoch - 1, states
+        self._of_replicas = of_replicas
         self._batches: Iterator[Any] = iter(())
         self._at, self._begin = -1, random_states(collator)
 
@@ -281,6 +291,12 @@ class Reader:
                 loader.set_epoch(self._epoch)
         # accelerate's own iteration reads one batch ahead, whose random numbers a resumed run would draw again.
         self._batches = iter(getattr(loader, "base_dataloader", loader))
+        own = torch.get_rng_state()
+        first = self._of_replicas(own)[0]
+        if not torch.equal(own, first):
+            torch.set_rng_state(first)
+            self._draw_order()
+            torch.set_rng_state(own)
         if resumed is not None and skip:
             next(islice(self._batches, left - 1, None), None) if left else self._draw_order()
             set_random_states(self._collator, resumed["now"])

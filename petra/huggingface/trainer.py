@@ -32,6 +32,7 @@ from petra.huggingface.optimizers import copy_settings, gather_states, read_stat
 from petra.huggingface.stepwise import Stepwise
 from petra.method import METHODS, Keep, Method
 from petra.pipeline import Pipeline
+from petra.plan.layout import processes_per_replica
 from petra.training.checkpoint import Checkpoints, newest, restore
 
 PETRA, READER, OPTIMIZER, SCHEDULER = "petra", "reader.pt", "optimizer.pt", "scheduler.pt"
@@ -63,7 +64,8 @@ class PetraTrainer(Evaluating):
     Args:
         arguments, named: As for ``transformers.Trainer``.
         method: A name from :data:`petra.METHODS`, or a method. The default computes the same gradients as ``Trainer``.
-        stages: Number of stages, or number of blocks in each: embedding, layers, head. None: one stage per process.
+        stages: Number of stages, or number of blocks in each: embedding, layers, head. None: one stage per process of a replica.
+        dp: Number of replicas of the pipeline. Each reads its own part of the data, as a process of ``Trainer`` does.
         max_length: Number of tokens of a row; shorter rows are padded. None: those of the longest row of the data sets, or of the
             first batch if they can't be indexed.
         loss_rows: Compute the loss in chunks of so many tokens, without whole logits (:mod:`petra.models.head_loss`); None: don't.
@@ -79,6 +81,7 @@ class PetraTrainer(Evaluating):
         *arguments: Any,
         method: str | Method = "1f1b",
         stages: int | Sequence[int] | None = None,
+        dp: int = 1,
         max_length: int | None = None,
         loss_rows: int | None = None,
         extensions: Sequence[Extension] = (),
@@ -88,12 +91,18 @@ class PetraTrainer(Evaluating):
         check_arguments(self, PetraTrainer)
         atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())  # gloo's threads could abort the process
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.dp, processes = dp, processes_per_replica(self.world, dp)
+        self.replica, place = divmod(self.rank, processes)
+        self.reads = place == 0
+        if dp > 1:
+            groups = [dist.new_group([*range(p, self.world, processes)], backend="gloo") for p in range(processes)]
+            self._peers = groups[place]
         self._alone()
         self.control: Any = self.control  # of Trainer
         self._method: Any = METHODS[method] if isinstance(method, str) and method in METHODS else method
         if self.args.activation_checkpointing and isinstance(self._method, Method):
             self._method = replace(self._method, keep=Keep.INPUT)
-        self._stages = self.world if stages is None else stages
+        self._stages = processes if stages is None else stages
         self._max_length, self._loss_rows, self._extensions = max_length, loss_rows, extensions
         base = base_of(self.model)
         report_untied(untie(base))
@@ -136,11 +145,12 @@ class PetraTrainer(Evaluating):
         return result
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+        self._data_seed = all_gather_objects(torch.initial_seed())[0]
         with raise_on_all_ranks():
-            loader = self._loader("train_dataset", self.get_train_dataloader) if self.rank == 0 else None
+            loader = self._loader("train_dataset", self.get_train_dataloader) if self.reads else None
         sized: Any = loader if loader is not None and has_length(loader) else None
         mine = (None, 0) if sized is None else (len(sized), super().num_examples(sized))
-        length, self._examples = all_gather_objects(mine)[0]
+        length, self._examples = self._same("train_dataset", mine)
         updates = self.args.max_steps > 0 or self.args.num_train_epochs > 0
         expected = "a number > 0, and data with a batch: there would be no update"
         require(updates and length != 0, "num_train_epochs", expected, self.args.num_train_epochs)
@@ -156,10 +166,14 @@ class PetraTrainer(Evaluating):
 
     def _loader(self, name: str, make: Any) -> Any:
         """Return what ``make`` returns. A ValueError or TypeError of data or samplers becomes one line that names the data."""
+        state, own = self.args.distributed_state, self.args.process_index
+        state.process_index = self.replica  # samplers may ask for it
         try:
             return make()
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{name}: {error}") from error
+        finally:
+            state.process_index = own
 
     def num_examples(self, dataloader: Any) -> Any:
         """Return the number of rows that a loader reads; in training, that of the first process, which alone reads them."""
@@ -179,11 +193,12 @@ class PetraTrainer(Evaluating):
         pipeline.microbatches_done = step * k
         for worker in pipeline.workers.values():
             worker.microbatches_done = step * k
-        if self.rank == 0:
-            path = None if folder is None else folder / READER
+        if self.reads:
+            path = None if folder is None else folder / self._reader_file
             states = torch.load(path, weights_only=False) if path is not None and path.exists() else None
             per_epoch = max_steps if self._length is None else math.ceil(self._length / k)
-            self._reader = Reader(self._train_loader, self.data_collator, step // max(per_epoch, 1), states)
+            epoch = step // max(per_epoch, 1)
+            self._reader = Reader(self._train_loader, self.data_collator, epoch, states, self._of_replicas)
             self.callback_handler.train_dataloader = self._train_loader
         self._reads = set(all_gather_objects(self._reading_events())[0])
         return model, loader
@@ -223,7 +238,7 @@ class PetraTrainer(Evaluating):
         return found
 
     def get_batch_samples(self, epoch_iterator: Iterator[int], num_batches: int, device: torch.device) -> Any:
-        """Return the batches of the next update in the first process, and as many empty ones in others."""
+        """Return the batches of the next update in the first process of a replica, and as many empty ones in others."""
         self._ended = self._ended and epoch_iterator is self._iterator
         self._iterator = epoch_iterator
         found = [] if self._ended and self._length is None else list(islice(epoch_iterator, num_batches))
@@ -233,17 +248,18 @@ class PetraTrainer(Evaluating):
             self._left, self._count = self._left - 1, len(found)
             return [{}] * len(found), None
         with raise_on_all_ranks():
-            batches = self._read(found) if self.rank == 0 else []
-        self._count = count = all_gather_objects(len(batches))[0]
+            batches = self._read(found) if self.reads else []
+        self._count = count = self._same("train_dataset", len(batches))
         self._ended = count < num_batches
-        return (batches if self.rank == 0 else [{}] * count), None
+        return (batches if self.reads else [{}] * count), None
 
     def _read(self, found: Sequence[int]) -> list[Any]:
         """Read the batches of an update, and pack them."""
         assert self._reader is not None
         k, batches = self.args.gradient_accumulation_steps, self._reader.read(found)
         if self._length is None and 0 < len(batches) < k:
-            print(f"{len(batches)} batches at the end of an epoch are left out: they are no update", flush=True)
+            if self.rank == 0:
+                print(f"{len(batches)} batches at the end of an epoch are left out: they are no update", flush=True)
             batches = []
         self.current_gradient_accumulation_steps = len(batches)
         items = self._get_num_items_in_batch(batches, torch.device("cpu"))
@@ -269,18 +285,18 @@ class PetraTrainer(Evaluating):
         """Train the next update, or with a method that does not flush, all until the next drain."""
         k, reports = self.args.gradient_accumulation_steps, list[Tensor]()
         self.model.train()
-        self._fresh, source = self.world == 1, source_of(lambda m: self._packed.popleft())
+        self._fresh, source = self.world == 1, source_of(lambda m: self._packed.popleft(), self.dp)
         copy_settings(self.optimizer.optimizer, self.pipeline)
         if self._at_once:
-            self.pipeline.train(source, k, reports.append if self.rank == 0 else None)
-            losses = [float(report[1]) / k for report in reports] or [0.0] * k
+            self.pipeline.train(source, k, reports.append if self.reads else None)
+            losses = self._means(reports) if self.reads else [0.0] * k
             norms = [worker.update.metrics()["gradient_norm"] for worker in self.pipeline.workers.values()]
             self._norm = sum(norm**2 for norm in norms)
             if self._reads - {"on_evaluate", "on_save"}:
                 self.gather_weights()
-        elif self.rank == 0:
+        elif self.reads:
             assert self._run is not None
-            losses = [float(self._run.next()[1]) / k for _ in range(k)]
+            losses = self._means([self._run.next() for _ in range(k)])
             self._history.append(losses)
             if not self._left:
                 self._run.finish()
@@ -292,6 +308,11 @@ class PetraTrainer(Evaluating):
             losses = self._history.pop(0)
         self._losses += losses[: self._count]
 
+    def _means(self, reports: Sequence[Tensor]) -> list[float]:
+        """Return the share of each microbatch of an update in its loss, from the reports of a replica: means over replicas."""
+        own = [float(report[1]) / self.dp / self.args.gradient_accumulation_steps for report in reports]
+        return [sum(each) / self.dp for each in zip(*self._of_replicas(own), strict=True)]
+
     def _start_run(self, first: int) -> None:
         """Begin to train all updates until the pipeline drains, the first batch of which has the number ``first``."""
         args, state, k = self.args, self.state, self.args.gradient_accumulation_steps
@@ -302,7 +323,7 @@ class PetraTrainer(Evaluating):
         ends = [state.max_steps - step, per_epoch - first // k, *(n - step % n for n in every)]
         self._left = self._pending = updates = min(ends)
         self._history = []
-        if self.rank:
+        if not self.reads:
             return
         starts = iter(range(first, sys.maxsize, k))
 
@@ -316,7 +337,7 @@ class PetraTrainer(Evaluating):
                     starts = iter(range(0, sys.maxsize, k))
             return self._packed.popleft()
 
-        self._run = Stepwise(lambda give: self.pipeline.train(source_of(read), updates * k, give), args.device)
+        self._run = Stepwise(lambda give: self.pipeline.train(source_of(read, self.dp), updates * k, give), args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Do nothing: the pipeline clips."""
@@ -331,7 +352,7 @@ class PetraTrainer(Evaluating):
             gathered = all_gather_objects((own, float(tr_loss), self._norm if grad_norm is not None else 0.0))
             self._ask_for(flags for flags, _, _ in gathered)
             tr_loss.fill_(gathered[0][1])
-            grad_norm = None if grad_norm is None else math.sqrt(sum(norm for _, _, norm in gathered))
+            grad_norm = None if grad_norm is None else math.sqrt(sum(norm for _, _, norm in gathered) / self.dp)
             self._wanted = [False] * len(WANTED)
             due = {"on_evaluate": self.control.should_evaluate, "on_save": self.control.should_save}
             if any(due.get(event, not self._at_once) for event in self._reads):
@@ -389,8 +410,13 @@ class PetraTrainer(Evaluating):
     def _save_rng_state(self, output_dir: str) -> None:
         if self.rank == 0:
             super()._save_rng_state(output_dir)
-            assert self._reader is not None
-            torch.save(self._reader.states(), os.path.join(output_dir, READER))
+        if self._reader is not None:
+            os.makedirs(output_dir, exist_ok=True)
+            torch.save(self._reader.states(), os.path.join(output_dir, self._reader_file))
+
+    @property
+    def _reader_file(self) -> str:
+        return READER if not self.replica else f"{self.replica}_{READER}"
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
