@@ -6,7 +6,7 @@ tells which microbatches and messages exist at the same time, and which step a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -99,9 +99,11 @@ def predict_memory(
                 at_most[j] += ends[j]
     found = []
     for p, owned in enumerate(processes):
-        parts = {}
+        parts, once = {}, dict[Hashable, int]()
         for j in owned:
-            sizes = stages[j].weights, stages[j].gradients, stages[j].optimizer, int(at_most[j]), max(0, int(peaks[j] - most[p]))
+            weights = stages[j].weights - sum(size for key, size in stages[j].once.items() if key in once)
+            once.update(stages[j].once)
+            sizes = weights, stages[j].gradients, stages[j].optimizer, int(at_most[j]), max(0, int(peaks[j] - most[p]))
             parts[j] = PredictedMemory(*sizes, workspace=0)
         sums = {key: sum(getattr(part, key) for part in parts.values()) for key in ("weights", "gradients", "optimizer", "stored")}
         found.append(PredictedMemory(**sums, temporary=max(part.temporary for part in parts.values()), stages=parts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +44,7 @@ class StageMemory:
 
     Attributes:
         weights: Parameters and buffers.
+        once: Parts of ``weights`` that a process has once, however many of its stages use them, by key.
         gradients: Gradients of the trained parameters.
         version: One version of the trained parameters.
         graph_version: Its part in blocks that store their graph.
@@ -55,6 +56,7 @@ class StageMemory:
     """
 
     weights: int
+    once: Mapping[Hashable, int]
     gradients: int
     version: int
     graph_version: int
@@ -101,10 +103,10 @@ def count_stage(
         modules = [[_on_meta(model.blocks[b]).train() for b in part.blocks] for part in parts]
         with fake_tensor_mode(), LiveBytes() as live:
             first = _receiver(boundary(parts[0].inputs, Keep.INPUT, numerics, 0).forward, remote[0])
-            stages = []
+            stages, once = [], dict[Hashable, Tensor]()
             for part, blocks in zip(parts, modules, strict=True):
                 for module in blocks:
-                    _fake_module(module, numerics.channels_last)
+                    _fake_module(module, numerics.channels_last, once)
                 stages.append(
                     make_stage(
                         blocks,
@@ -169,7 +171,15 @@ def _count(
         states, update = _count_update(stage, plan, recipe, run, live)
         states += sum(versions) * (recipe.rules.average is not None)
     weights = sum(rounded(t.nbytes) for t in (*stage.module.parameters(), *stage.module.buffers()))
-    return StageMemory(weights, gradients, sum(versions), graphs, states, casts, stored, ends - stored, forward, backward, update)
+    once: dict[Hashable, int] = {
+        (key, name): rounded(t.nbytes)
+        for part in stage.module.modules()
+        if (key := getattr(part, "once_per_process", None)) is not None
+        for name, t in part.named_buffers(recurse=False)
+    }
+    return StageMemory(
+        weights, once, gradients, sum(versions), graphs, states, casts, stored, ends - stored, forward, backward, update
+    )
 
 
 def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | None, live: LiveBytes) -> tuple[int, int]:
@@ -222,16 +232,22 @@ def _on_meta(block: BlockSpec) -> nn.Module:
             return block.build().to("meta")
 
 
-def _fake_module(module: nn.Module, channels_last: bool) -> None:
-    """Replace a module's tensors on the meta device by fake tensors on the CPU, where autocast applies."""
+def _fake_module(module: nn.Module, channels_last: bool, once: dict[Hashable, Tensor]) -> None:
+    """Replace a module's tensors on the meta device by fake tensors on the CPU, where autocast applies.
+
+    Args:
+        once: Buffers that exist once per process (attribute ``once_per_process`` of their module), by key and name.
+    """
     made: dict[int, Tensor] = {}
     for part in module.modules():
         parameters = [*part.named_parameters(recurse=False, remove_duplicate=False)]
         buffers = [*part.named_buffers(recurse=False, remove_duplicate=False)]
+        key = getattr(part, "once_per_process", None)
         for name, tensor in (*parameters, *buffers):
             fake = _empty(TensorSpec(tuple(tensor.shape), tensor.dtype, channels_last and tensor.dim() == 4))
             fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-            setattr(part, name, made.setdefault(id(tensor), fake))
+            own = made.setdefault(id(tensor), fake) if key is None else once.setdefault((key, name), fake)
+            setattr(part, name, own)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -39,6 +39,7 @@ class LayerOptions:
         dropout: Dropout probability of attention weights and of each branch's output.
         causal: Whether a position attends only to itself and earlier positions.
         depth: Number of layers. The last weights of each branch are initialised with a deviation divided by √(2·depth).
+        stream: Channels that each branch writes (:mod:`petra.models.narrow`). None: D.
 
     Raises:
         ConfigError: If a value is out of range.
@@ -56,6 +57,7 @@ class LayerOptions:
     dropout: Share = 0.0
     causal: bool = True
     depth: int = 1
+    stream: Count | None = None
 
     def __post_init__(self) -> None:
         check_types(self, "model.")
@@ -71,6 +73,11 @@ class LayerOptions:
     def head_dim(self) -> int:
         """Channels of a head."""
         return self.dim // self.heads
+
+    @property
+    def width(self) -> int:
+        """Channels of a stream."""
+        return self.stream or self.dim
 
     @property
     def output_deviation(self) -> float:
@@ -138,7 +145,7 @@ class Attention(nn.Module):
         self.kv_heads = options.kv_heads or options.heads
         self.norm = options.make_norm(options.dim)
         self.qkv = linear(options.dim, (options.heads + 2 * self.kv_heads) * options.head_dim, options.bias)
-        self.out = linear(options.dim, options.dim, options.bias, options.output_deviation)
+        self.out = linear(options.dim, options.width, options.bias, options.output_deviation)
         if options.qk_norm:
             self.q_norm, self.k_norm = HeadNorm(options.head_dim), HeadNorm(options.head_dim)
         self.dropout = nn.Dropout(options.dropout)
@@ -204,7 +211,7 @@ class MLP(nn.Module):
         hidden = options.hidden or default
         self.norm = options.make_norm(options.dim)
         self.up = linear(options.dim, (2 if self.gated else 1) * hidden, options.bias)
-        self.down = linear(hidden, options.dim, options.bias, options.output_deviation)
+        self.down = linear(hidden, options.width, options.bias, options.output_deviation)
         self.dropout = nn.Dropout(options.dropout)
 
     def forward(self, x: Tensor, starts: Tensor | None = None) -> Tensor:

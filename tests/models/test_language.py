@@ -237,7 +237,8 @@ PROMPTS = [3, 0, 4, 1], [0, 3, 1, 0], [0, 0, 2], [2, 1, 0, 5, 0, 7, 3]
 @pytest.mark.parametrize(("i", "build", "positions", "form"), [(i, *form) for i, form in enumerate(FORMS)])
 def test_logits_of_a_text_are_those_of_training(i: int, build: Callable[..., Model], positions: str, form: str) -> None:
     """Token by token with a cache, or at once without. Positions attend to their own document, if there are several."""
-    shape = {**SHAPE, **SHAPES[form], "size": 16, "positions": positions, "delimiter": None if i % 3 == 0 else 0}
+    narrow = {"stream": 4, "wide_layers": i % 2} if i % 3 == 1 else {}
+    shape = {**SHAPE, **SHAPES[form], "size": 16, "positions": positions, "delimiter": None if i % 3 == 0 else 0, **narrow}
     model = build(**shape).build(3).double().eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
