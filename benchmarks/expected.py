@@ -20,6 +20,7 @@ from benchmarks.staleness.figures import difference, final, final_runs, read_all
 from launch.run.expected import REMEDIES
 from launch.run.folder import records_in
 from petra import METHODS, Method
+from petra.training import OPTIMIZERS
 
 HEADER = "task,keep,weights,optimizer,remedy,staleness,above,half,loss,updates"
 REMEDY = {preset: name for name, preset in REMEDIES.items()}
@@ -71,10 +72,10 @@ def image_rows() -> Iterator[Row]:
     """Yield the methods and optimizers with several seeds on CIFAR-10. ``reversible`` and ``backprop`` have the same gradients."""
     runs = vision.grouped([*records_in(RECORDS / "vision.jsonl").values()], final=True)
     wrong = {key: {row["seed"]: 100 * (1 - row["test"]) for row in rows} for key, rows in runs.items()}
-    for (method, optimizer), rows in runs.items():
-        own = wrong[method, optimizer]
-        pairs = difference(own, wrong.get(("backprop", optimizer), {}))
-        if pairs is None or method == "reversible":
+    for key, rows in runs.items():
+        own, (method, optimizer, network) = wrong[key], key
+        pairs = difference(own, wrong.get(key._replace(method="backprop"), {}))
+        if pairs is None or method == "reversible" or optimizer not in OPTIMIZERS or network != "revnet18":
             continue
         curve = [statistics.fmean(each) for each in zip(*(row["train_loss"] for row in rows), strict=True)]
         of_updates = [loss for loss in curve for _ in range(rows[0]["updates"] // len(curve))]

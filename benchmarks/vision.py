@@ -13,13 +13,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from benchmarks.records import recorded
 from benchmarks.report import best_rate, machine, show_records
@@ -30,8 +31,10 @@ from petra.analysis.plots import Panel, grid, save
 from petra.data import Dataset, EvalSource, Split, TrainSource, load_dataset
 from petra.engine.metrics import correct_predictions
 from petra.engine.recipe import OptimizerFactory
-from petra.models import revnet18
+from petra.model import Model
+from petra.models import revnet18, revnet38
 from petra.training import OPTIMIZERS, Checkpoints, MultiStep, Trainer, newest, restore, sgd
+from petra.training.optim import Muon
 
 METHOD = {
     "backprop": METHODS["backprop"],
@@ -48,9 +51,44 @@ SHORT, EPOCHS = 5, 20
 RATES = (0.025, 0.05, 0.1, 0.2)
 """Peak learning rates of the search, which goes on by a factor of 2 while the best rate is at an edge."""
 SEARCH_SEED, SEEDS = 100, (0, 1, 2)
+NETWORK: dict[str, Callable[[int], Model]] = {
+    "revnet18": lambda classes: revnet18(classes, width=WIDTH),
+    "wide": lambda classes: revnet18(classes, width=2 * WIDTH),
+    "revnet38": revnet38,
+}
+"""Networks by name: functions of the number of classes. the benchmark's, one twice as wide, and that of Gomez et al. (2017)."""
+
+
+class NormalizedMuon(Muon):
+    """Muon for CIFAR as Keller Jordan trains it (airbench94_muon, 2024), and SGD for parameters that are no filters or matrices.
+
+    Before each step the weights of each layer get the norm √(output channels), so the rate is the relative change of a step. Three
+    Newton-Schulz iterations, momentum 0.6, no weight decay, no scale by shape. Different from his: SGD has the same rate, since his
+    fixed ones belong to his batches and sums of losses; the head is a matrix like the others; the stem is trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, momentum=0.6, weight_decay=0.0, filters=True)
+        for i, (part, count) in enumerate(self._parts):
+            if isinstance(part, torch.optim.Muon):
+                part.param_groups[0].update(ns_steps=3, adjust_lr_fn="original")
+            else:
+                rest = [p for group in part.param_groups for p in group["params"]]
+                self._parts[i] = torch.optim.SGD(rest, lr=0.0, momentum=0.85, nesterov=True), 1
+                self.param_groups[-count:] = self._parts[i][0].param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for part, _ in self._parts:
+            for p in part.param_groups[0]["params"] if isinstance(part, torch.optim.Muon) else ():
+                p.mul_(len(p) ** 0.5 / p.norm())
+        super().step(closure)
+
+
 OPTIMIZER: dict[str, tuple[OptimizerFactory, tuple[float, ...]]] = {
     "sgd": (sgd, RATES),
     "muon": (partial(OPTIMIZERS["muon"], filters=True), (0.005, 0.01, 0.02)),
+    "normalized_muon": (NormalizedMuon, (0.05, 0.1, 0.2)),
     "adamw": (OPTIMIZERS["adamw"], (0.001, 0.002, 0.004)),
 }
 """Optimizers by name, with the first learning rates of their search. Muon updates filters as matrices, and has one rate for all."""
@@ -68,26 +106,45 @@ def part_of(split: Split, start: int, count: int, *, augment: bool) -> Split:
     )
 
 
-def run(method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Path, optimizer: str = "sgd") -> dict[str, Any]:
+class Setting(NamedTuple):
+    """What the runs of a row of the tables share, by the names above."""
+
+    method: str
+    optimizer: str = "sgd"
+    network: str = "revnet18"
+
+    @property
+    def name(self) -> str:
+        """Beginning of the names of its records."""
+        others = [] if self.optimizer == "sgd" else [self.optimizer]
+        others += [] if self.network == "revnet18" else [self.network]
+        return "_".join([self.method.replace(", d = ", "_d"), *others])
+
+
+def setting_of(record: dict[str, Any]) -> Setting:
+    """Return the setting of a record; those that name no optimizer or network have the first ones."""
+    return Setting(**{name: record[name] for name in Setting._fields if name in record})
+
+
+def run(setting: Setting, rate: float, epochs: int, seed: int, data: Dataset, out: Path) -> dict[str, Any]:
     """Return the record of a run, which is trained now unless ``out`` has it."""
-    own = "" if optimizer == "sgd" else f"_{optimizer}"
-    name = f"{method.replace(', d = ', '_d')}{own}__lr{rate:g}_e{epochs}_s{seed}"
-    record = recorded(out, name, lambda: train(name, method, rate, epochs, seed, data, out, optimizer))
+    name = f"{setting.name}__lr{rate:g}_e{epochs}_s{seed}"
+    record = recorded(out, name, lambda: train(name, setting, rate, epochs, seed, data, out))
     shutil.rmtree(checkpoints_of(out, name), ignore_errors=True)
     print(f"{name}: validation {record['validation'][-1]:.2%}, {record['seconds']} s", flush=True)
     return record
 
 
-def train(name: str, method: str, rate: float, epochs: int, seed: int, data: Dataset, out: Path, optimizer: str) -> dict[str, Any]:
+def train(name: str, setting: Setting, rate: float, epochs: int, seed: int, data: Dataset, out: Path) -> dict[str, Any]:
     """Train, with a checkpoint of each epoch in ``out``, and return the record."""
     source = TrainSource(part_of(data.train, 0, TRAINING, augment=True), BATCH, seed)
     chosen = EvalSource(part_of(data.train, TRAINING, VALIDATION, augment=False), BATCH)
     schedule = MultiStep(rate, source.batches_per_epoch, epochs, warmup_epochs=1, milestones=(epochs // 2, epochs * 3 // 4))
     pipeline = Pipeline(
-        revnet18(data.classes, width=WIDTH),
+        NETWORK[setting.network](data.classes),
         TensorSpec((BATCH, 3, data.size, data.size), torch.float32),
-        Recipe(OPTIMIZER[optimizer][0], schedule, metrics={"accuracy": correct_predictions}, seed=seed),
-        method=METHOD[method],
+        Recipe(OPTIMIZER[setting.optimizer][0], schedule, metrics={"accuracy": correct_predictions}, seed=seed),
+        method=METHOD[setting.method],
         k=K,
         numerics=Numerics(channels_last=True),
     )
@@ -97,8 +154,7 @@ def train(name: str, method: str, rate: float, epochs: int, seed: int, data: Dat
         trainer.resume(restore(pipeline, checkpoint)["trainer"])
     rows = trainer.fit(epochs)
     record = {
-        "method": method,
-        "optimizer": optimizer,
+        **setting._asdict(),
         "staleness": pipeline.plan.stages[0].staleness,
         "rate": rate,
         "epochs": epochs,
@@ -120,21 +176,17 @@ def checkpoints_of(out: Path, name: str) -> Path:
     return out / f"{name}.checkpoints"
 
 
-def search(method: str, data: Dataset, out: Path, optimizer: str = "sgd") -> float:
+def search(setting: Setting, data: Dataset, out: Path) -> float:
     """Return the rate that is best on the validation part."""
-    rates = OPTIMIZER[optimizer][1]
-    return best_rate(rates, lambda rate: -run(method, rate, SHORT, SEARCH_SEED, data, out, optimizer)["validation"][-1])
+    rates = OPTIMIZER[setting.optimizer][1]
+    return best_rate(rates, lambda rate: -run(setting, rate, SHORT, SEARCH_SEED, data, out)["validation"][-1])
 
 
-Key = tuple[str, str]
-"""Method and optimizer."""
-
-
-def grouped(found: Sequence[dict[str, Any]], *, final: bool) -> dict[Key, list[dict[str, Any]]]:
-    """Return final runs, or those of the search, by method and optimizer, in the order of both tables; none without runs."""
+def grouped(found: Sequence[dict[str, Any]], *, final: bool) -> dict[Setting, list[dict[str, Any]]]:
+    """Return final runs, or those of the search, by setting, in the order of the names above; no setting without runs."""
     rows = [row for row in found if ("test" in row) == final]
-    keys = ((method, optimizer) for optimizer in OPTIMIZER for method in METHOD)
-    groups = {key: [row for row in rows if (row["method"], row.get("optimizer", "sgd")) == key] for key in keys}
+    keys = (Setting(method, optimizer, network) for network in NETWORK for optimizer in OPTIMIZER for method in METHOD)
+    groups = {key: [row for row in rows if setting_of(row) == key] for key in keys}
     return {key: group for key, group in groups.items() if group}
 
 
@@ -146,25 +198,24 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     """
     final = grouped(found, final=True)
     accuracies = {key: {row["seed"]: 100 * row["test"] for row in rows} for key, rows in final.items()}
-    exact = [key for key in final if key[0] == "backprop"]
-    best = max(exact, key=lambda key: statistics.fmean(accuracies[key].values()), default=("backprop", "sgd"))
     epochs = (SHORT, EPOCHS // 2, EPOCHS)
     others = "points below backprop | below the best backprop | above petra"
     others += f" | validation (%) after {', '.join(map(str, epochs))} epochs"
-    lines = [f"| method | optimizer | staleness | rate | seeds | test accuracy (%) | {others} |", "|---" * 10 + "|"]
-    for (method, optimizer), rows in final.items():
-        own = accuracies[method, optimizer]
-        references = [("backprop", optimizer), best]
-        below = ["" if (method, optimizer) == key else shown(accuracies.get(key, {}), own) for key in references]
-        above = "" if method == "petra" else shown(own, accuracies.get(("petra", optimizer), {}))
+    lines = [f"| network | method | optimizer | staleness | rate | seeds | test accuracy (%) | {others} |", "|---" * 11 + "|"]
+    for key, rows in final.items():
+        own, exact = accuracies[key], key._replace(method="backprop")
+        alternatives = [k for k in final if (k.method, k.network) == ("backprop", key.network)]
+        best = max(alternatives, key=lambda k: statistics.fmean(accuracies[k].values()), default=exact)
+        below = ["" if key == other else shown(accuracies.get(other, {}), own) for other in (exact, best)]
+        above = "" if key.method == "petra" else shown(own, accuracies.get(key._replace(method="petra"), {}))
         curve = ", ".join(f"{100 * statistics.fmean(row['validation'][epoch - 1] for row in rows):.1f}" for epoch in epochs)
-        setting = f"{method} | {optimizer} | {rows[0]['staleness']:g} | {rows[0]['rate']:g} | {len(rows)}"
-        lines.append(f"| {setting} | {statistics.fmean(own.values()):.2f} | {' | '.join(below)} | {above} | {curve} |")
-    lines += ["", "| method | optimizer | rate: validation accuracy (%) after the search's runs |", "|---|---|---|"]
-    for (method, optimizer), rows in grouped(found, final=False).items():
+        cells = [key.network, key.method, key.optimizer, f"{rows[0]['staleness']:g}", f"{rows[0]['rate']:g}", str(len(rows))]
+        lines.append(f"| {' | '.join([*cells, f'{statistics.fmean(own.values()):.2f}', *below, above, curve])} |")
+    lines += ["", "| network | method | optimizer | rate: validation accuracy (%) after the search's runs |", "|---" * 4 + "|"]
+    for key, rows in grouped(found, final=False).items():
         tried = {row["rate"]: row["validation"][-1] for row in rows}
         text = "; ".join(f"{rate:g}: {100 * tried[rate]:.2f}" for rate in sorted(tried))
-        lines.append(f"| {method} | {optimizer} | {text} |")
+        lines.append(f"| {key.network} | {key.method} | {key.optimizer} | {text} |")
     return "\n".join(lines)
 
 
@@ -172,7 +223,7 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the mean curves of the final runs."""
     panels = []
     for key, label, unit in (("validation", "validation accuracy (%)", 100.0), ("train_loss", "training loss", 1.0)):
-        curves = {", ".join(name): [row[key] for row in rows] for name, rows in grouped(found, final=True).items()}
+        curves = {", ".join(own): [row[key] for row in rows] for own, rows in grouped(found, final=True).items()}
         lines = {
             name: [(epoch, unit * statistics.fmean(values)) for epoch, values in enumerate(zip(*rows, strict=True), 1)]
             for name, rows in curves.items()
@@ -189,15 +240,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
     parser.add_argument("--methods", nargs="*", choices=METHOD, default=list(METHOD), help="methods to train; all by default")
     parser.add_argument("--optimizer", choices=OPTIMIZER, default="sgd", help="optimizer of the runs")
+    parser.add_argument("--network", choices=NETWORK, default="revnet18", help="network of the runs")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="seeds of final runs; none searches only")
     parser.add_argument("--picture", type=Path, help="file of the picture")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data: Any = load_dataset("cifar10", root=options.root) if options.methods else None
     for method in options.methods:
-        rate = search("backprop" if method == "reversible" else method, data, options.out, options.optimizer)
+        setting = Setting(method, options.optimizer, options.network)
+        exact = setting._replace(method="backprop")
+        rate = search(exact if method == "reversible" else setting, data, options.out)
         for seed in options.seeds[:1] if method == "reversible" else options.seeds:
-            run(method, rate, EPOCHS, seed, data, options.out, options.optimizer)
+            run(setting, rate, EPOCHS, seed, data, options.out)
     show_records(options, table, draw)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import expected, fine_tuning, pipelines, reversible_sequence, vision
 from benchmarks.records import RECORDS, merge, recorded
@@ -278,21 +279,40 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
     rates = {"sgd": (vision.sgd, (0.02, 0.1, 0.5))}
     for name, value in {**sizes, "OPTIMIZER": rates, "load_dataset": lambda name, root: data}.items():
         monkeypatch.setattr(vision, name, value)
-    alone = vision.run("petra", 0.1, 4, 0, data, tmp_path / "whole")
+    alone = vision.run(vision.Setting("petra"), 0.1, 4, 0, data, tmp_path / "whole")
     with monkeypatch.context() as patch:
         evaluate = vision.Trainer._evaluate
         patch.setattr(vision.Trainer, "_evaluate", lambda trainer, epoch: interrupted(evaluate(trainer, epoch)))
         with pytest.raises(KeyboardInterrupt):
-            vision.run("petra", 0.1, 4, 0, data, tmp_path / "parts")
-    assert vision.run("petra", 0.1, 4, 0, data, tmp_path / "parts")["validation"] == alone["validation"]
+            vision.run(vision.Setting("petra"), 0.1, 4, 0, data, tmp_path / "parts")
+    assert vision.run(vision.Setting("petra"), 0.1, 4, 0, data, tmp_path / "parts")["validation"] == alone["validation"]
     arguments = ["benchmark", str(tmp_path), "--out", str(tmp_path), "--methods", "petra"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--picture", str(tmp_path / "curves.png")])
     vision.main()
     names = {path.name for path in tmp_path.glob("*.json")}
     assert {"petra__lr0.02_e4_s100.json", "petra__lr0.5_e4_s100.json"} < names
-    assert "| petra | sgd | 4.5 | " in capsys.readouterr().out
+    assert "| revnet18 | petra | sgd | 4.5 | " in capsys.readouterr().out
     vision.main()
     assert {path.name for path in tmp_path.glob("*.json")} == names
+
+
+def test_normalized_muon_scales_weights_and_makes_steps_of_the_rate() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 5))
+    optimizer = vision.NormalizedMuon(module)
+    before, rest = {p: p.detach().clone() for p in (module[0].weight, module[3].weight)}, module[1].weight.detach().clone()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for p in module.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    for p, old in before.items():
+        change = (p - old * (len(p) ** 0.5 / old.norm())).flatten(1) / 0.1
+        values = torch.linalg.svdvals(change.detach())
+        assert (values > 0.3).all()
+        assert (values < 1.6).all()
+    assert module[1].weight.grad is not None
+    torch.testing.assert_close(module[1].weight, rest - 0.1 * 1.85 * module[1].weight.grad)  # Nesterov momentum 0.85
 
 
 def interrupted(row: dict[str, float]) -> dict[str, float]:
