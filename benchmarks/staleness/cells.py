@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 from examples.remedies.fitted import FittedPrediction
-from petra import METHODS, Extension, Keep, Method, Model
+from petra import METHODS, Extension, Keep, Method, Model, Numerics
 from petra.engine.recipe import OptimizerFactory
 from petra.models import gpt, revgpt
 from petra.staleness import Feedback, WeightPrediction
@@ -65,6 +66,15 @@ class Cell:
         own = ("" if self.delay is None else f"_d{self.delay}") + ("" if self.keep is None else f"_{self.keep}")
         other = [part for part, usual in ((self.remedy, "none"), (self.model, "revgpt")) if part != usual]
         return "_".join([f"j{self.stages}", f"{self.method}{own}", f"k{self.k}", self.optimizer, *other])
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The fields by which tables compare cells."""
+        return {key: getattr(self, key) for key in ("method", "k", "optimizer", "remedy", "stages", "model", "keep")}
+
+    def make_numerics(self) -> Numerics:
+        """Return the number formats."""
+        return Numerics()
 
     def make_method(self) -> Method:
         """Return the method."""

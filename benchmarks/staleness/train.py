@@ -94,6 +94,7 @@ def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda
         ),
         method=cell.make_method(),
         k=cell.k,
+        numerics=cell.make_numerics(),
     )
     errors, drift = ErrorHistory(pipeline), WeightDrift(pipeline, distance(cell.k, 8))
     losses: list[float] = []
@@ -119,7 +120,7 @@ def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda
     metrics = drift.metrics()
     return {
         "cell": cell.name,
-        "setting": {key: getattr(cell, key) for key in ("method", "k", "optimizer", "remedy", "stages", "model", "keep")},
+        "setting": cell.setting,
         "delay": first.delay,
         "staleness": first.staleness,
         "rate": trial.rate,

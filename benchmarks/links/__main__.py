@@ -1,0 +1,55 @@
+"""Train the cells: ``python -m benchmarks.links TOKENS --out RUNS [--cells NAME ...] [--seeds SEED ...]``.
+
+TOKENS and RUNS are as for ``benchmarks.staleness``, whose runs of full streams count too. A cell is first trained with several
+learning rates, each with the seed of the search, and then with the best one and the seeds. Runs that are there are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from benchmarks.links.cells import CELLS, LinkCell
+from benchmarks.report import best_rate
+from benchmarks.staleness.__main__ import SEARCH_SEED, SHORT, UPDATES
+from benchmarks.staleness.train import Trial, run
+from launch.runtime.terminal import command
+
+RATES = (8e-3, 16e-3)
+"""Peak learning rates with which the search begins."""
+SEEDS = (0, 1, 2, 3, 4)
+
+
+def trials(cell: LinkCell, data: Path, out: Path, seeds: list[int]) -> list[dict[str, Any]]:
+    """Return the records of a cell: those of the search, then the final ones."""
+    records = list[dict[str, Any]]()
+
+    def train(rate: float, seed: int = SEARCH_SEED) -> float:
+        record = run(Trial(cell, rate, SHORT, UPDATES, seed, final=seed != SEARCH_SEED), data, out)
+        records.append(record)
+        print(f"{cell.name}: rate {rate:g}, seed {seed}: {record['bits_per_byte']} bits per byte", flush=True)
+        return float(record["loss"]["val"])
+
+    rate = best_rate(RATES, train)
+    for seed in seeds:
+        train(rate, seed)
+    return records
+
+
+@command
+def main() -> None:
+    """Train the cells in their order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokens", type=Path, help="folder of the token files")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
+    parser.add_argument("--cells", nargs="*", help="names of cells; all by default")
+    parser.add_argument("--seeds", type=int, nargs="*", default=[*SEEDS], help="seeds of the final runs")
+    options = parser.parse_args()
+    for cell in CELLS:
+        if not options.cells or cell.name in options.cells:
+            trials(cell, options.tokens, options.out, options.seeds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The cells: what is compared, and how many bytes cross a boundary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from benchmarks.staleness.cells import OTHER_SHAPES, SHAPES, VOCABULARY, WINDOW, WINDOWS, Cell
+from petra import Model, TensorSpec
+from petra.models import gpt, revgpt
+from petra.plan import make_plan
+from petra.transport.packing import Packing
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class LinkCell(Cell):
+    """A cell of ``benchmarks.staleness`` that sends less.
+
+    Attributes:
+        stream: Channels of each stream, or None for full streams. The hidden units of the MLPs are then as many as the parameters
+            in the layers of the full network allow.
+    """
+
+    stream: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The name, which determines the cell."""
+        return super().name + ("" if self.stream is None else f"_s{self.stream}")
+
+    @property
+    def setting(self) -> dict[str, Any]:
+        """The fields by which tables compare cells."""
+        return {**super().setting, "stream": self.stream}
+
+    @property
+    def baseline(self) -> Cell:
+        """The cell of full streams in float32 with the same delays and size: PETRA, which sends x̃."""
+        return Cell("petra", self.k, self.optimizer, model="revgpt_2m" if self.model.endswith("_2m") else "revgpt")
+
+    def make_model(self) -> Model:
+        """Return the network."""
+        if self.stream is None:
+            return super().make_model()
+        depth, dim, heads, full = OTHER_SHAPES["revgpt_2m"] if self.model.endswith("_2m") else SHAPES[self.stages]
+        hidden = round(dim * (dim + 3 * full - 3 * self.stream) / (2 * dim + self.stream))
+        build = gpt if self.model.startswith("gpt") else revgpt
+        return build(
+            VOCABULARY,
+            dim,
+            depth,
+            heads,
+            size=WINDOW,
+            hidden=hidden,
+            mlp="swiglu",
+            norm="rmsnorm",
+            bias=False,
+            positions="rotary",
+            qk_norm=True,
+            delimiter=0,
+            embedding_std=0.4,
+            stream=self.stream,
+        )
+
+
+def bytes_per_token(cell: Cell) -> tuple[float, float]:
+    """Return the bytes per token that cross a boundary in each direction, forward and backward, in the busiest boundary.
+
+    Token ids, scales, reports and the alignment of tensors in messages count.
+    """
+    rows = WINDOWS // cell.k
+    inputs, numerics = TensorSpec((rows, WINDOW), torch.int64), cell.make_numerics()
+    plan = make_plan(cell.make_model(), inputs, method=cell.make_method(), k=cell.k, numerics=numerics, processes=cell.stages)
+    found = [[Packing(spec, CPU, "").bytes / (rows * WINDOW) for spec in boundary] for boundary in plan.boundaries]
+    forward, backward = (max(sizes) for sizes in zip(*found, strict=True))
+    return forward, backward
+
+
+NARROW = tuple(
+    LinkCell(method, k, "muon", model=model, stream=stream)
+    for model, streams in (("revgpt", (14, 7, 28)), ("revgpt_2m", (28, 14)))
+    for stream in streams
+    for method, k in product(("petra", "dsp"), (8, 32))
+)
+"""Narrow streams at a staleness of 3.75 and 0.94 updates."""
+ORDINARY = tuple(LinkCell("dsp", k, "muon", model="gpt", stream=14) for k in (8, 32))
+"""The control with one narrow stream."""
+FULL = tuple(
+    LinkCell(method, k, "muon", model=model) for model, method, k in product(("revgpt", "revgpt_2m"), ("petra", "dsp"), (8, 32))
+)
+"""Full streams."""
+CELLS = (*NARROW, *ORDINARY, *FULL)
