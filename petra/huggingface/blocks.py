@@ -83,10 +83,13 @@ def _decoder(model: Any) -> Parts:
     bidirectional = getattr(config, "use_bidirectional_attention", None)
     require(not bidirectional, "use_bidirectional_attention", "false", bidirectional, ModelError)
     tokens, layers, norm = (getattr(base, name) for name in plan)
+    found: Any = getattr(base.rotary_emb, "rope_type", None)
+    by_kind = isinstance(found, dict)  # tables of rotation that depend on the kind of the layer take it as an argument
+    for each in found.values() if by_kind else [found]:
+        expected = "one whose tables depend on positions only, such as default, linear, yarn or llama3"
+        require("dynamic" not in str(each) and each != "longrope", "rope_type", expected, each, ModelError)
     one = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [one] * len(layers)
-    # Tables of rotation that depend on the kind of the layer take it as an argument.
-    by_kind = isinstance(getattr(base.rotary_emb, "rope_type", None), dict)
     blocks: list[nn.Module] = [
         Layer(layer, config, kind, copy.deepcopy(base.rotary_emb), *([kind] if by_kind else []))
         for layer, kind in zip(layers, kinds, strict=True)

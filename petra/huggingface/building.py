@@ -28,6 +28,7 @@ from petra.errors import DataError, require
 from petra.huggingface.arguments import rates
 from petra.huggingface.blocks import Head, kind_of, split
 from petra.huggingface.feed import Entry, Exit, Form, longest_batch, random_states, set_random_states
+from petra.huggingface.forecast import forecast
 from petra.huggingface.inputs import FIELDS, next_tokens
 from petra.huggingface.load import base_of, built, report_untied, untie
 from petra.huggingface.optimizers import stage_optimizer, states_of, without_steps
@@ -63,6 +64,9 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     _evaluation: Callable[[Tensor, Tensor, Tensor], Tensor]
     _states: dict[Tensor, dict[str, Any]]
     _remainder: int | None = None
+    _last: int = 0
+    _logs_of_all: bool = False
+    _chunks: LinearCrossEntropy | None = None
 
     def _alone(self) -> None:
         """Let ``transformers`` and ``accelerate`` take the processes of a replica for one, and the replicas for all of them."""
@@ -191,6 +195,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             rules=UpdateRules(clip=clip or None, clip_globally=self._at_once and clip > 0),
             extensions=self._extensions if steps else (),
         )
+        if whole is not None and self.rank == 0:
+            print(forecast(plan, recipe, whole, args.device.type, self._chunks), flush=True)
         self._pipeline = Pipeline.from_plan(plan, recipe, Runtime(args.device))
         self._states = self._states if not steps else {}
         processes = plan.layout.processes
@@ -216,6 +222,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             dtype = torch.bfloat16 if args.bf16 else None
             chunks = LinearCrossEntropy(args.label_smoothing_factor, self._loss_rows, dtype)
             losses = Losses(*(_Chunked(self, chunks, training=training) for training in (True, False)))
+            self._chunks = chunks
         *others, last = model.blocks
         model = replace(model, blocks=(*others, BlockSpec(last.name, partial(_exit, last))))
         self._parts = {**parts, names[-1]: Exit(parts[names[-1]])}

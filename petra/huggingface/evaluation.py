@@ -51,6 +51,7 @@ class Evaluating(Pipelined):
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         if output is not None and description != "Prediction":
             output = output._replace(predictions=None, label_ids=None)
+        self._remainder, self._logs_of_all = None, description != "Prediction"  # evaluate logs next
         return all_gather_objects(output)[self._last]
 
     def _answers(self, loader: Any, only: bool, ignore_keys: Any) -> Iterator[dict[str, Tensor]]:

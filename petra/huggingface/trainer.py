@@ -116,6 +116,7 @@ class PetraTrainer(Evaluating):
         self._numbers = numbers(None)
         self._left, self._ended, self._fresh, self._norm = 0, False, True, 0.0
         self._wanted = [False] * len(WANTED)
+        self._late: dict[str, Any] = {}
 
     # ---- Training, in the loop of Trainer
 
@@ -126,6 +127,8 @@ class PetraTrainer(Evaluating):
             ConfigError: If the checkpoint has another method or other numbers of rows.
             DataError: If there is no such checkpoint.
         """
+        if self.args.save_strategy != "no":
+            self._check_generation()
         # Blocks store their inputs instead: two recomputations would be one too many.
         names = [name for name in CHECKPOINTING if hasattr(self.model, name)]
         for name in names:
@@ -349,10 +352,13 @@ class PetraTrainer(Evaluating):
         """Let all processes do what a callback of one has asked for, once the pipeline is drained."""
         own = [a or b for a, b in zip(self._asked_for(), self._wanted, strict=True)]
         if self._at_once or not self._left:
-            gathered = all_gather_objects((own, float(tr_loss), self._norm if grad_norm is not None else 0.0))
-            self._ask_for(flags for flags, _, _ in gathered)
+            mine = own, float(tr_loss), self._norm if grad_norm is not None else 0.0, self.control.should_log
+            gathered = all_gather_objects(mine)
+            self._ask_for(flags for flags, *_ in gathered)
+            self.control.should_log = any(each[-1] for each in gathered)
+            self._logs_of_all = self.control.should_log and self.state.global_step > self._globalstep_last_logged
             tr_loss.fill_(gathered[0][1])
-            grad_norm = None if grad_norm is None else math.sqrt(sum(norm for _, _, norm in gathered) / self.dp)
+            grad_norm = None if grad_norm is None else math.sqrt(sum(each[2] for each in gathered) / self.dp)
             self._wanted = [False] * len(WANTED)
             due = {"on_evaluate": self.control.should_evaluate, "on_save": self.control.should_save}
             if any(due.get(event, not self._at_once) for event in self._reads):
@@ -380,13 +386,33 @@ class PetraTrainer(Evaluating):
         for name, *each in zip(WANTED, *wanted, strict=True):
             setattr(self.control, name, any(each))
 
+    def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
+        """Log, with what a subclass has added in the process of the last stage, where ``compute_loss`` is called."""
+        if self._logs_of_all and self.world > 1:
+            self._logs_of_all = False
+            found = all_gather_objects({**self._late, **logs})
+            logs, self._late = {**found[self._last], **logs}, {}
+        elif self.world > 1 and self.rank == self._last:  # alone, in compute_loss or before the others: comes with the next ones
+            self._late |= logs
+        super().log(logs, *arguments, **named)
+
     # ---- Checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model as ``Trainer`` does. In training, every process must call this method; the first writes."""
+        self._check_generation()
         self.gather_weights()
         if self.rank == 0:
             super().save_model(output_dir, _internal_call)
+
+    def _check_generation(self) -> None:
+        """Check before training that the settings of generation can be saved with the model."""
+        config = getattr(self.model, "generation_config", None)
+        try:
+            if config is not None and self.model.can_generate():
+                config.validate(strict=True)
+        except ValueError as error:
+            raise ConfigError(f"model.generation_config: {' '.join(str(error).split())}") from error
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the states of all stages as the file of ``Trainer``, and of the pipeline if they are more than that."""

@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -373,3 +374,27 @@ def test_documents_of_a_model_with_eager_attention_do_not_see_each_other() -> No
     together = eager(delimiter=3)(tokens).unflatten(0, (2, -1))
     alone = [eager()(part).unflatten(0, (2, -1)) for part in (tokens[:, :7], tokens[:, 7:])]
     torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-10, atol=1e-10)
+
+
+def test_memory_and_speed_are_said_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has a weight, a gradient and two moments of Adam for each parameter, and not much more for a few tokens."""
+    monkeypatch.setattr("petra.huggingface.forecast.SMALL", 0)
+    model = tiny(LLAMA, torch.float32, hidden_size=128, intermediate_size=256)
+    args = arguments(tmp_path, **{**SHORT, "max_steps": 1, "per_device_train_batch_size": 1})
+    PetraTrainer(model, args, train_dataset=rows(8), stages=2).train()
+    found = re.search(r"predicted memory: (\S+) GB in process 0; speed: unknown, as nothing is measured\n", capsys.readouterr().out)
+    assert found
+    least = 16 * sum(p.numel() for p in model.parameters()) / 1e9
+    assert least < float(found[1]) < 1.3 * least
+
+
+def test_settings_that_would_fail_later_are_refused_before_training(tmp_path: Path) -> None:
+    unsavable = llama()
+    unsavable.generation_config.temperature = 0.3
+    args = arguments(tmp_path, **SHORT, save_strategy="steps", save_steps=1)
+    with pytest.raises(ConfigError, match=r"model.generation_config: .*`temperature` is set to `0.3`"):
+        PetraTrainer(unsavable, args, train_dataset=rows(16)).train()
+    dynamic = tiny(LLAMA, torch.float32, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    refused(dynamic, tmp_path, "rope_type: expected one whose tables depend on positions only, .*, got dynamic")

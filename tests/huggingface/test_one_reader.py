@@ -42,6 +42,32 @@ class Reads(TrainerCallback):
         )
 
 
+def collecting(base: Any) -> Any:
+    """Return a subclass that adds what it collects in ``compute_loss`` to the logs, and logs there."""
+
+    class Collects(base):  # type: ignore[misc]
+        found: list[float]
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **named)
+            if torch.is_grad_enabled():
+                self.found.append(float((outputs["logits"].argmax(-1) == inputs["labels"]).double().mean()))
+                self.log({"last": self.found[-1]})
+            return (loss, outputs) if return_outputs else loss
+
+        def log(self, logs: dict[str, float], *args: Any) -> None:
+            if "loss" in logs and self.found:
+                logs["hits"] = sum(self.found) / len(self.found)
+                self.found.clear()
+            super().log(logs, *args)
+
+    return Collects
+
+
+def hits(trainer: Any) -> list[float]:
+    return [row["hits"] for row in trainer.state.log_history if "loss" in row]
+
+
 def trained(rank: int, folder: str, world: int) -> tuple[Any, ...]:
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
     os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": 1}.items() if world > 1})
@@ -53,7 +79,8 @@ def trained(rank: int, folder: str, world: int) -> tuple[Any, ...]:
     reads.found = []
     named = {"data_collator": masked, "compute_metrics": metrics, "callbacks": [reads]}
     model = tiny("BertForMaskedLM", torch.float32)
-    trainer = PetraTrainer(model, args, train_dataset=data, eval_dataset=data[:7], stages=2, **named)
+    trainer = collecting(PetraTrainer)(model, args, train_dataset=data, eval_dataset=data[:7], stages=2, **named)
+    trainer.found = []
     torch.manual_seed(7 + rank)
     np.random.seed(7 + rank)
     random.seed(7 + rank)
@@ -65,7 +92,9 @@ def trained(rank: int, folder: str, world: int) -> tuple[Any, ...]:
     scores = [row["eval_hits"] for row in trainer.state.log_history if "eval_hits" in row]
     checkpoints = sorted(path.name for path in (Path(folder) / str(world)).glob("checkpoint-*"))
     predicted = trainer.predict(data[:5]).predictions.shape
-    return losses(trainer), scores, reads.found, weights, checkpoints, predicted
+    assert world == 1 or all("last" in row for row in trainer.state.log_history if "loss" in row)
+    logged = hits(trainer)
+    return losses(trainer), scores, reads.found, weights, checkpoints, predicted, logged
 
 
 def metrics(prediction: Any) -> dict[str, float]:
@@ -76,20 +105,22 @@ def metrics(prediction: Any) -> dict[str, float]:
 def test_masks_and_labels_agree_and_draws_are_those_of_trainer(tmp_path: Path) -> None:
     one = trained(0, str(tmp_path), 1)
     args = arguments(tmp_path / "plain", **SETTINGS, eval_strategy="steps", eval_steps=2)
-    plain = Trainer(
+    plain = collecting(Trainer)(
         tiny("BertForMaskedLM", torch.float32), args, train_dataset=rows(20), eval_dataset=rows(20)[:7], data_collator=masked
     )
+    plain.found = []
     torch.manual_seed(7)
     np.random.seed(7)
     random.seed(7)
     plain.train()
+    assert one[6][:2] == hits(plain)[:2]
     assert [loss for loss, *_ in one[0][:2]] == pytest.approx([loss for loss, *_ in losses(plain)[:2]], rel=1e-5)
 
 
 @pytest.mark.processes
 def test_two_processes_with_other_seeds_and_data_equal_one(tmp_path: Path) -> None:
     found = run_processes(2, trained, tmp_path, str(tmp_path), 2, timeout=120)
-    for part in (0, 1, 2, 4, 5):
+    for part in (0, 1, 2, 4, 5, 6):
         assert found[0][part] == found[1][part], part
     assert found[0][4] == ["checkpoint-2"]  # the last process has asked for it
     assert len({*found[0][2]}) == 2
