@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from petra.engine.endpoints import Losses as Losses
     from petra.engine.options.extension import Extension as Extension
+    from petra.engine.options.outer_step import OuterStep as OuterStep
     from petra.engine.recipe import Recipe as Recipe
     from petra.engine.totals import Result as Result
     from petra.errors import ConfigError as ConfigError

@@ -23,7 +23,7 @@ from petra.engine.recipe import Recipe
 from petra.engine.stage import evaluating
 from petra.engine.totals import Result
 from petra.errors import ModelError, NumericsError, invalid, require
-from petra.hooks import Hooks
+from petra.hooks import Hook, Hooks
 from petra.method import Method
 from petra.model import Model
 from petra.plan import Plan, make_plan
@@ -124,21 +124,14 @@ class Pipeline:
         self.hooks, self.microbatches_done = Hooks(), 0
         self.measures: list[Callable[[], Mapping[str, Any]]] = []
         loss_port, self.replicas, self._may_change = LossPort, replicas, replicas is not None
-        if plan.layout.dp > 1:
-            from petra.engine.options.replicas import Replicas
-            from petra.engine.options.shares import ShareLossPort
+        check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
+        if plan.layout.dp * plan.layout.tp > 1:
+            from petra.engine.options.replica_kinds import replicas_of
 
-            loss_port = ShareLossPort
+            loss_port, self.replicas = replicas_of(plan, recipe, runtime, device, position, replicas)
         self.loss_port = loss_port(self.device, recipe.losses, recipe.metrics)
         totals, channels_last = torch.zeros_like(self.loss_port.totals), plan.numerics.channels_last
         self._source = DataPort(plan.layout.inputs, device, channels_last, totals, plan.layout.dp)
-        check_ranks_agree({**plan.settings(), **recipe.settings()}, plan)
-        if plan.layout.tp > 1:
-            from petra.engine.options.tensor_parallel import TensorReplicas
-
-            self.replicas = TensorReplicas(plan.layout, position, recipe, runtime, device, replicas)
-        elif plan.layout.dp > 1 and replicas is None:
-            self.replicas = Replicas(plan.layout, position, range(plan.layout.dp), device)
         place, group = (self.replica, process), None if self.replicas is None else self.replicas.pipeline_group
         with raise_on_all_ranks():
             divided = plan if self.replicas is None else self.replicas.divided(plan)
@@ -151,10 +144,8 @@ class Pipeline:
         ports = connect(plan.layout.processes[process], self._source, self.loss_port, plan.boundaries, transport)
         with raise_on_all_ranks():
             self.workers = build_workers(plan, recipe, self.stages, ports, self.device)
-        if any(hasattr(worker.update.optimizer, "eval") for worker in self.workers.values()):
-            from petra.engine.options.optimizer_state import OptimizerModes
-
-            self.hooks.append(OptimizerModes([*self.workers.values()]))
+        for part in (part for worker in self.workers.values() for part in worker.update.parts if isinstance(part, Hook)):
+            self.hooks.append(part)
         if self.replicas is not None:
             self.replicas.attach([*self.workers.values()], self.hooks, transport)
         on_completed = when_completed(plan, recipe, self.workers, device, group)

@@ -261,6 +261,7 @@ class Config:
     method: MethodConfig
     remedy: RemedyConfig
     optim: OptimConfig
+    outer: Section
     schedule: Section
     trainer: TrainerConfig
     checkpoint: Annotated[CheckpointConfig, "same results"]

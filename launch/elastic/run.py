@@ -52,6 +52,7 @@ class Handover:
         start: Microbatches done when the last training of the generation began.
         absent: Microbatches that a replica may have missed begin here, for replicas that were lost and have not returned.
         state: State of this process's stages.
+        apart: Whether replicas train apart, so that those that remain keep their own state.
     """
 
     facts: dict[str, Any]
@@ -59,6 +60,7 @@ class Handover:
     start: int
     absent: dict[int, int] = field(default_factory=dict)
     state: State = field(default_factory=dict)
+    apart: bool = False
 
 
 def run(config: Config, process: Process) -> None:
@@ -135,22 +137,23 @@ def hand_over(run: TrainingRun, membership: Membership, absent: dict[int, int]) 
     state = {key: value.to("cpu", copy=True) for key, value in state_of(run.pipeline, every_replica=True).items()}
     facts = {**run.checkpoints.facts, "trainer": run.trainer.state(), "clock": (clock := run.pipeline.microbatches_done)}
     start = clock if replicas.start is None else replicas.start
-    return Handover(facts, membership.generation.members, start, absent, state)
+    return Handover(facts, membership.generation.members, start, absent, state, replicas.apart)
 
 
 def share(handover: Handover | None, membership: Membership) -> Handover | None:
     """Return the handover of the first replica of the generation with its state for this process, or None if it has none.
 
-    Every process must call this function.
+    A replica that trains apart and was there keeps its own state. Every process must call this function.
     """
     processes, rank = membership.liveness.processes, dist.get_rank()
     gathered: list[Handover | None] = all_gather_objects(handover and replace(handover, state={}))
     first = gathered[0]
     if first is None:
         return None
+    keeps = [first.apart and each is not None and each.facts["clock"] == first.facts["clock"] for each in gathered]
     group = message_group()
     message = [None if handover is None else handover.state]
-    for receiver in range(processes, dist.get_world_size()):
+    for receiver in (r for r in range(processes, dist.get_world_size()) if not keeps[r]):
         if rank == receiver % processes:
             dist.send_object_list(message, receiver, group, torch.device("cpu"))
         if rank == receiver:

@@ -109,6 +109,8 @@ class Setup:
         build, epochs = factory("remedy", config.remedy), config.remedy.discount
         require(takes(build, "discount") or not epochs, "remedy.discount", f"0 with {config.remedy._target_}", epochs)
         remedies = build(**({"discount": round(epochs * microbatches_per_epoch)} if takes(build, "discount") else {}))
+        extensions = [remedies] if isinstance(remedies, Extension) else [*remedies]
+        outer = built(Extension, "outer", config.outer)
         return Recipe(
             optimizer=optimizer_factory(config.optim),
             learning_rate=learning_rate(config, microbatches_per_epoch),
@@ -116,7 +118,7 @@ class Setup:
             metrics=_metrics(config.data, self.unit),
             seed=config.seed,
             rules=rules,
-            extensions=(remedies,) if isinstance(remedies, Extension) else remedies,
+            extensions=[*extensions, *([outer] if getattr(outer, "every", True) else [])],
         )
 
     def pipeline(self, microbatches_per_epoch: int = 1, replicas: Replicas | None = None) -> Pipeline:

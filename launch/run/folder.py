@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from petra.errors import ConfigError, DataError, first_line, invalid, require
 
-from ..config.catalogue import all_keys
+from ..config.catalogue import all_keys, configurations
 from ..config.compose import hydra_errors, to_config
 from ..config.keys import definition, fields_of, is_shipped
 from ..config.schema import SECTIONS, Config, keys
@@ -57,7 +57,14 @@ def require_format(found: Mapping[Any, Any], source: Path) -> dict[str, Any]:
 
 
 def upgraded(found: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a configuration of layout 3 in layout 4: ``trainer.streams`` was one key for two. Others are returned as they are."""
+    """Return a configuration of layout 3 in layout 4: ``trainer.streams`` was one key for two. Others keep their layout.
+
+    A configuration without the group ``outer`` gets the group's defaults.
+    """
+    if found.get("format") in (3, FORMAT):
+        target = configurations("outer")["none"][1]["_target_"]
+        defaults = {name: key.default for name, key in keys("outer", target).items()}
+        found = {"outer": {"_target_": target, **defaults}, **found}
     if found.get("format") != 3:
         return dict(found)
     trainer = {**(found.get("trainer") or {})}

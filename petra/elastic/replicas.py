@@ -20,8 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from petra.elastic.membership import Membership
 from petra.engine.endpoints import DataSource
-from petra.engine.options.replicas import AllReduces, Replicas
+from petra.engine.options.replicas import Replicas
 from petra.engine.options.shares import Parts, parts_of, real_rows
+from petra.engine.options.sums import AllReduces, Packed, start_sum
 from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hook, Hooks
@@ -37,24 +38,35 @@ class LossTolerantSums(AllReduces):
     Args:
         membership: Agreement between the processes.
         group: The processes of the current generation.
+        name: Name of these sums, if there are several.
+        packed: As for :class:`petra.engine.options.sums.AllReduces`.
 
     Attributes:
         replicas: Indices of the replicas that still take part.
     """
 
-    def __init__(self, membership: Membership, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, membership: Membership, group: dist.ProcessGroup, device: torch.device, name: str = "", packed: Packed | None = None
+    ) -> None:
+        super().__init__(group, packed)
+        self._name = f"process {membership.process}{name and ', '}{name}"
         self.membership, self.replicas = membership, [*membership.generation.replicas]
-        self._group: Any = group  # None if no other replica is left
+        self._group: Any  # None if no other replica is left
         self._limit = default_group_timeout(device)
         self._size, self._number, self._remakes = len(self.replicas), 0, 0
         self._started: list[tuple[Tensor, Tensor]] = []
-        self._works: list[dist.Work] = []
         self._failed = False
 
     def start(self, tensor: Tensor) -> None:
         copy = tensor.clone()
         self._started.append((tensor, copy))
         self._reduce(copy)
+
+    def advance(self) -> None:
+        try:
+            super().advance()
+        except RuntimeError:
+            self._failed = True
 
     def finish(self) -> float:
         self._number += 1
@@ -71,7 +83,7 @@ class LossTolerantSums(AllReduces):
         if self._group is None or self._failed:
             return
         try:
-            self._works.append(self._group.allreduce([copy]))
+            self._works.append(start_sum(copy, self._group, self._packed))
         except RuntimeError:
             self._failed = True
 
@@ -85,13 +97,13 @@ class LossTolerantSums(AllReduces):
         self._works.clear()
         if len(self.replicas) == 1:
             return True
-        name = f"sums {self._number} of process {self.membership.process}, group {self._remakes}"
+        name = f"sums {self._number} of {self._name}, group {self._remakes}"
         return self.membership.agree(name, not self._failed, self.replicas)
 
     def _remake_group(self) -> None:
         """Make a group of the processes that remain. If that fails, so does the next all-reduce."""
         self._remakes += 1
-        name = f"group {self._remakes} of process {self.membership.process}"
+        name = f"group {self._remakes} of {self._name}"
         self.replicas = self.membership.remaining(name, self.replicas)
         self._group, self._failed = None, False
         if len(self.replicas) > 1:
@@ -121,7 +133,7 @@ class ElasticReplicas(Replicas, Hook):
     def __init__(self, layout: Layout, device: torch.device, membership: Membership) -> None:
         replicas = membership.generation.replicas
         super().__init__(layout, replicas.index(membership.replica), replicas, device)
-        self.membership = membership
+        self.membership, self._device = membership, device
         self.sums = LossTolerantSums(membership, self._dp_group, device)
         self.start: int | None = None
 
@@ -146,6 +158,9 @@ class ElasticReplicas(Replicas, Hook):
     def _carry_over(self, worker: Worker, buckets: Sequence[Tensor], factor: float) -> None:
         for bucket in buckets:
             bucket *= factor
+
+    def sums_of(self, name: str, packed: Packed | None) -> AllReduces:
+        return LossTolerantSums(self.membership, self._dp_group, self._device, name, packed)
 
     def restored(self, worker: Worker) -> None:
         """Keep the gradients: :meth:`train_begin` divides them between the replicas."""

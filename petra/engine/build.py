@@ -186,7 +186,9 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
     if optimizer is not None and not type(optimizer).__module__.startswith(("torch.optim.", "petra.")):
         from petra.engine.options.optimizer_state import OptimizerNumbers
 
-        extending.append(OptimizerNumbers(optimizer, rules, extending, derive_seed(recipe.seed, -2, j)))
+        extending.append(OptimizerNumbers(stage, optimizer, rules, extending, derive_seed(recipe.seed, -2, j)))
+    if optimizer is not None:
+        averages += [part for each in recipe.extensions for part in each.parts_after_step(stage, plan, j, extending)]
     clip, last = [] if rules.clip is None else [Clip(rules.clip)], j == len(plan.stages) - 1
     checked: list[Part] = [*clip, FiniteCheck(stage, j + 1, rules, device, last=last)]
     if rules.loss_scale is not None:

@@ -29,7 +29,7 @@ from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, invalid, is_integer, require
 from petra.pipeline import Pipeline
 from petra.training.records import PART, replaced
-from petra.training.state import load_state, state_of
+from petra.training.state import belongs_to, load_state, state_of
 from petra.training.weight_files import TENSORS, State, read_tensors
 
 log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ def restore(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     """
     facts = facts_of(path)
     own = {name for name, _ in pipeline.blocks()}
-    load_state(pipeline, read_tensors(path, lambda key: key.split("/")[0] in own), facts["clock"], str(path))
+    load_state(pipeline, read_tensors(path, lambda key: belongs_to(key, own, pipeline.replica)), facts["clock"], str(path))
     return facts
 
 

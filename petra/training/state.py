@@ -10,18 +10,22 @@ and the clock, so they need no state.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from petra.engine.options.optimizer_state import Kinds
+from petra.engine.options.outer_step import MOMENTUM, SUM
 from petra.engine.options.state import kinds_of, load_kinds, numbers_of
 from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.unsaved import notice_unsaved
 from petra.training.weight_files import State, load_into, read_tensors
+
+SHARED = tuple(kind.removeprefix("method") for kind in (MOMENTUM, SUM))
+"""Ends of the names of what replicas that train apart have in common."""
 
 
 def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
@@ -29,11 +33,13 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
 
     The first replica holds the whole state (:meth:`petra.engine.options.replicas.Replicas.synchronize`), except for optimizer state
     that is divided over replicas: each returns its own. Otherwise the others return nothing, unless ``every_replica`` asks for it:
-    their accumulated gradients are complete only if replicas may be lost.
+    their accumulated gradients are complete only if replicas may be lost. Replicas that train apart each return their own state,
+    whose parts have names such as ``optimizer@1``, with the index of the replica, except for the first one.
     """
     state: State = {}
     whole = pipeline.replicas is None or pipeline.replicas.first or every_replica
-    if not (whole or pipeline.recipe.rules.shard):
+    apart = pipeline.replicas is not None and pipeline.replicas.apart
+    if not (whole or apart or pipeline.recipe.rules.shard):
         return state
     for worker in pipeline.workers.values():
         kinds, numbers = kinds_of(worker), numbers_of(worker)
@@ -49,7 +55,18 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
             state |= {f"{block}/update/{key}": torch.tensor(n, dtype=torch.float64) for key, n in numbers.items()}
     if pipeline.replicas is not None and pipeline.replicas.member:
         return {}
-    return state if whole else {key: value for key, value in state.items() if key.split("/")[1] == "optimizer"}
+    if whole:
+        return state
+    if apart:
+        own = {tuple(key.split("/", 2)): value for key, value in state.items() if not key.endswith(SHARED)}
+        return {f"{b}/{part}@{pipeline.replica}/{name}": value for (b, part, name), value in own.items() if part != "model"}
+    return {key: value for key, value in state.items() if key.split("/")[1] == "optimizer"}
+
+
+def belongs_to(key: str, blocks: Collection[str], replica: int) -> bool:
+    """Return whether a tensor is part of the state of blocks, and not that of another replica alone."""
+    block, part = key.split("/")[:2]
+    return block in blocks and part.partition("@")[2] in ("", str(replica))
 
 
 def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, source: str) -> None:
@@ -61,7 +78,9 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         DataError: If the state belongs to another network or another optimizer.
     """
     blocks: dict[str, State] = defaultdict(dict)
-    for key, value in state.items():
+    at = f"@{pipeline.replica}/"
+    own_keys = {key.replace(at, "/", 1): value for key, value in state.items() if at in key}
+    for key, value in {**{key: value for key, value in state.items() if at not in key}, **own_keys}.items():
         block, _, rest = key.partition("/")
         blocks[block][rest] = value
     model = "model/"

@@ -1,7 +1,8 @@
 """Loss of a replica while the pipeline trains, against one pipeline that leaves out the same samples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra import Pipeline
+from petra import Extension, OuterStep, Pipeline
 from petra.elastic.liveness import Liveness
 from petra.elastic.membership import Membership, MembershipChanged
 from petra.elastic.replicas import DealtShares, ElasticReplicas
@@ -20,6 +21,7 @@ from petra.errors import CommunicationError
 from petra.plan import make_plan
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED
+from tests.engine.test_outer_step import Case, simulate
 from tests.engine.test_replicas import without_norms
 from tests.support.nets import RandomSource, assert_equal, make_pipeline, sgd
 from tests.support.processes import run_processes
@@ -64,11 +66,13 @@ def leave_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def in_replicas(rank: int, dp: int, world: int, method: str, k: int, port: int) -> dict[str, Any]:
+def in_replicas(
+    rank: int, dp: int, world: int, method: str, k: int, port: int, extensions: Sequence[Extension] = ()
+) -> dict[str, Any]:
     """Train until the pipeline has drained without the lost replica, and conclude the generation."""
     membership = joined(rank, dp, world // dp, port)
     plan = make_plan(without_norms(), RandomSource(batch=BATCH).spec, method=method, k=k, processes=world, dp=dp, metrics=0)
-    recipe = Recipe(sgd, lambda t: 0.1, metrics={})
+    recipe = Recipe(sgd, lambda t: 0.1, metrics={}, extensions=extensions)
     pipeline = Pipeline.from_plan(plan, recipe, replicas=ElasticReplicas(plan.layout, torch.device("cpu"), membership))
     data = RandomSource(BATCH, changes={LAST: lost} if membership.replica == LOST else None)
     try:
@@ -110,6 +114,20 @@ def test_the_others_train_on_the_joint_batch_of_those_that_remain(world: int, dp
         alone = make_pipeline(without_norms(), spec, method=method, k=k, optimizer=sgd, learning_rate=lambda t: 0.1, metrics={})
         alone.train(WithoutLost(dp, first), MICROBATCHES)
         torch.testing.assert_close(states[0], alone.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("outer", [OuterStep(2, overlap=1, mixing=0.5), OuterStep(2, overlap=1, format="bf16", staggered=True)])
+def test_a_lost_replica_misses_an_outer_step(outer: OuterStep, tmp_path: Path) -> None:
+    """It is lost while the second sum travels: the step is the mean over the replicas that remain."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts = run_processes(3, in_replicas, tmp_path, 3, 3, "backprop", 2, store.port, (outer,))
+    assert "error" in parts[LOST]
+    assert_equal(parts[0]["weights"], parts[2]["weights"])
+    case = Case(outer, optimizer=partial(sgd, lr=0.1))
+    expected = simulate(case, 3, MICROBATCHES, without_norms, RandomSource(batch=BATCH), (LOST, LAST // 2))[0]
+    tolerance = 1e-12 if outer.format is None else 1e-6
+    torch.testing.assert_close(parts[0]["weights"], expected, rtol=tolerance, atol=tolerance)
 
 
 def test_shares_of_an_evaluation_are_dealt_to_the_replicas_that_remain() -> None:

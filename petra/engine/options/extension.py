@@ -53,3 +53,7 @@ class Extension:
     def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
         """Return parts to run in stage j's updates (j from 0) before the step, on the gradients that it will use."""
         return ()
+
+    def parts_after_step(self, stage: Stage, plan: Plan, j: int, others: Sequence[Part]) -> Sequence[Part]:
+        """Return parts to run after the step of a stage that has parameters, given the extensions' parts before it."""
+        return ()

@@ -6,7 +6,7 @@ weights that differ from those for evaluation (schedule-free optimizers: Defazio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from petra.engine.stage import Stage
 from petra.engine.update import Part, Pending
-from petra.engine.worker import Worker
 from petra.errors import require
 from petra.hooks import Hook
 from petra.reversible import derive_seed
@@ -89,18 +88,25 @@ def entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-class OptimizerNumbers(Part):
+class OptimizerNumbers(Part, Hook):
     """Saves the numbers that an optimizer has changed since it was built, such as counts of steps. Settings are not saved.
 
     Seeds torch's generators before each step from ``seed`` and the number of updates, for optimizers that round stochastically:
     replicas and resumed runs draw the same numbers.
 
+    Switches optimizers that have other weights in training than in evaluation. A drained pipeline has those for evaluation. They
+    are computed from each other, so each drain changes the last bits of the weights.
+
     Raises:
         ConfigError: If the optimizer has weights of its own for evaluation, and a rule or another part acts on those for training.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rules: UpdateRules, others: Sequence[Part], seed: int) -> None:
-        self._optimizer, self._built, self._seed = optimizer, entries(optimizer), seed
+    _optimizer: Any
+
+    def __init__(
+        self, stage: Stage, optimizer: torch.optim.Optimizer, rules: UpdateRules, others: Sequence[Part], seed: int
+    ) -> None:
+        self._stage, self._optimizer, self._built, self._seed = stage, optimizer, entries(optimizer), seed
         if hasattr(optimizer, "eval"):
             expected = f"with {type(optimizer).__name__}, which has weights of its own for evaluation"
             require(rules.average is None, "optim.average", f"null {expected}", rules.average)
@@ -120,21 +126,11 @@ class OptimizerNumbers(Part):
             place = self._optimizer.param_groups[int(group[0])] if group else vars(self._optimizer)
             place[name] = NUMBERS[kind](numbers[key])
 
-
-class OptimizerModes(Hook):
-    """Switches optimizers that have other weights in training than in evaluation. A drained pipeline has those for evaluation.
-
-    They are computed from each other, so each drain changes the last bits of the weights.
-    """
-
-    def __init__(self, workers: Iterable[Worker]) -> None:
-        self._workers: list[tuple[Stage, Any]] = [(w.stage, w.update.optimizer) for w in workers if w.update.optimizer is not None]
-
     def train_begin(self, start: int, stop: int) -> None:
-        for stage, optimizer in self._workers:
-            optimizer.train()
-            stage.resume(start // stage.gradients.k, stage.previous())  # forget copies of the weights before
+        if hasattr(self._optimizer, "eval"):
+            self._optimizer.train()
+            self._stage.resume(start // self._stage.gradients.k, self._stage.previous())  # forget copies of the weights before
 
     def train_end(self) -> None:
-        for _, optimizer in self._workers:
-            optimizer.eval()
+        if hasattr(self._optimizer, "eval"):
+            self._optimizer.eval()

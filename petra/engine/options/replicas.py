@@ -18,9 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from petra.engine.endpoints import DataSource, RefetchSource
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.optimizer_state import Kinds
+from petra.engine.options.outer_step import OuterUpdate
 from petra.engine.options.shares import Parts, parts_of, real_rows
+from petra.engine.options.sums import AllReduces, Packed
 from petra.engine.update import Part, Pending
 from petra.engine.worker import Worker
+from petra.errors import require
 from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.layout import Layout
@@ -75,29 +78,11 @@ class Share:
         return joint.chunk(self._dp)[self._replica]
 
 
-class AllReduces:
-    """Sums of tensors over the processes that own the same stages, one in each replica, in place.
+class OwnShare(Share):
+    """Share of a replica that trains apart, whose loss depends on its own targets only."""
 
-    Args:
-        group: These processes.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._works: list[dist.Work] = []
-
-    def start(self, tensor: Tensor) -> None:
-        """Start to replace a tensor by its sum."""
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        assert work is not None
-        self._works.append(work)
-
-    def finish(self) -> float:
-        """Wait for all tensors since the last call. Return the factor that makes their sum the sum over all replicas."""
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        return 1.0
+    def targets(self, m: int) -> Tensor:
+        return self._part(self._source.targets(m))
 
 
 class Replicas:
@@ -114,9 +99,10 @@ class Replicas:
         first: Whether this replica provides the state of the run.
         size: Number of replicas that take part.
         member: Index of this process among those that divide its stages.
+        apart: Whether replicas train apart between outer steps, so that each has a state of its own.
     """
 
-    member = 0
+    member, apart = 0, False
 
     def __init__(self, layout: Layout, position: int, members: Sequence[int], device: torch.device) -> None:
         size = len(members)
@@ -128,6 +114,7 @@ class Replicas:
         self.layout, self.members, self.size = layout, members, size
         self.replica, self.first = members[position], position == 0
         self.sums = AllReduces(self._dp_group)
+        self._workers: Sequence[Worker] = ()
         self._stages: dict[int, ReplicaSum] = {}
 
     def divided(self, plan: Plan) -> Plan:
@@ -141,7 +128,11 @@ class Replicas:
         batch statistics. All replicas run the same steps in the same order, so these collectives also have the same order in every
         replica.
         """
+        self._workers = workers
         for worker in workers:
+            if self.apart:
+                self._join_outer_steps(worker)
+                continue
             for layer in worker.stage.module.modules():
                 join = getattr(layer, "join_replicas", None)
                 if join is not None:
@@ -157,22 +148,33 @@ class Replicas:
     def synchronize(self) -> None:
         """Combine the states of all replicas of a drained pipeline into one that can be resumed with any number of replicas.
 
-        Gradients accumulated since the last update are summed on the first replica and set to zero on the others. Running
-        statistics become their mean over replicas. Moving averages are linear, so this equals a mean after each microbatch.
+        Gradients accumulated since the last update are summed on the first replica and set to zero on the others, unless replicas
+        train apart. Running statistics become their mean over replicas. Moving averages are linear, so this equals a mean after
+        each microbatch.
         """
-        for replicas in self._stages.values():
-            buckets = replicas.buckets()
-            statistics = running_statistics(replicas.worker.stage.module)
+        for worker in self._workers:
+            buckets = [] if self.apart else self._stages[worker.index].buckets()
+            statistics = running_statistics(worker.stage.module)
             parts = _by_dtype(statistics)
             joints = [torch.cat([t.flatten() for t in tensors]) for tensors in parts]
             for tensor in (*buckets, *joints):
                 self.sums.start(tensor)
             factor = self.sums.finish()
-            self._carry_over(replicas.worker, buckets, factor)
+            self._carry_over(worker, buckets, factor)
             for tensors, joint in zip(parts, joints, strict=True):
                 means = torch.split(joint * factor / self.size, [t.numel() for t in tensors])
                 for tensor, mean in zip(tensors, means, strict=True):
                     tensor.copy_(mean.view_as(tensor))
+
+    def _join_outer_steps(self, worker: Worker) -> None:
+        synchronized = any(getattr(layer, "synchronized", False) for layer in worker.stage.module.modules())
+        require(not synchronized, "outer.every", "0 with layers that share batch statistics between replicas", "more")
+        for outer in (part for part in worker.update.parts if isinstance(part, OuterUpdate)):
+            outer.join(self.sums_of(f"stage {worker.index + 1}", outer.packed))
+
+    def sums_of(self, name: str, packed: Packed | None) -> AllReduces:
+        """Return further sums, which may be in progress at the same time as others."""
+        return AllReduces(self._dp_group, packed)
 
     def _carry_over(self, worker: Worker, buckets: Sequence[Tensor], factor: float) -> None:
         """Keep gradients of a drained pipeline, which are sums over replicas now, so that the next update counts them once."""
@@ -189,13 +191,14 @@ class Replicas:
         return kinds
 
     def restored(self, worker: Worker) -> None:
-        """Adapt the gradients that a stage has loaded, which are sums over replicas."""
-        if not self.first:
+        """Adapt the gradients that a stage has loaded, which are sums over replicas unless these train apart."""
+        if not (self.first or self.apart):
             worker.stage.gradients.zero()
 
     def share(self, data: DataSource, microbatches: int, *, evaluation: bool) -> tuple[DataSource, int]:
         """Return this replica's part of ``microbatches`` microbatches of a data source, and its number of microbatches."""
-        return Share(data, self.layout, self.replica, self.members), microbatches
+        kind = OwnShare if self.apart else Share
+        return kind(data, self.layout, self.replica, self.members), microbatches
 
     def total(self, values: Tensor) -> None:
         """Replace values of one process of each replica by their sum, in all processes. The others pass zeros."""
