@@ -114,7 +114,7 @@ def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda
     model.load_state_dict(pipeline.state_dict())
     model.eval()
     for name, windows in (("val", VALIDATION_WINDOWS), *([("test", TEST_WINDOWS)] if trial.final else [])):
-        nats[name] = math.inf if failed else _loss(model, parts[name].test, windows)
+        nats[name] = math.inf if failed else mean_loss(model, parts[name].test, windows)
     bits = {name: nats[name] / math.log(2) / (parts[name].bytes_per_target or math.nan) for name in nats}
     first = pipeline.plan.stages[0]
     metrics = drift.metrics()
@@ -139,7 +139,7 @@ def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda
 
 
 @torch.no_grad()
-def _loss(model: nn.Module, split: Split, windows: int) -> float:
+def mean_loss(model: nn.Module, split: Split, windows: int) -> float:
     """Return the mean loss per token over ``windows`` windows of a split, at equal distances."""
     assert split.inputs is not None
     assert split.targets is not None

@@ -196,6 +196,7 @@ def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | Non
     if run is not None:
         for extension in recipe.extensions:
             extension.parts(stage, optimizer, run, plan.index)  # hooks of the optimizer refer to them
+        kept = [extension.parts_after_step(stage, run, plan.index, ()) for extension in recipe.extensions]  # noqa: F841
     try:
         with eager():
             optimizer.step()

@@ -27,7 +27,7 @@ from petra.errors import Share, check_types, require
 from petra.hooks import Hook
 from petra.method import Method
 from petra.plan import Plan
-from petra.torch_private import foreach_add_, foreach_copy_, foreach_lerp_, foreach_mul_, foreach_sub
+from petra.torch_private import foreach_add_, foreach_copy_, foreach_lerp_, foreach_mul_
 from petra.transport.port import locate_errors
 from petra.update_rules import UpdateRules
 
@@ -143,7 +143,8 @@ class OuterUpdate(Part, Hook):
                 self._step()
 
     def _send(self) -> None:
-        foreach_copy_(self._views, foreach_sub(self.other, self._own()))
+        foreach_copy_(self._views, self.other)
+        foreach_add_(self._views, self._own(), alpha=-1)
         self.pending = True
         if self._sums is not None:
             self._sums.start(self.sum)
@@ -159,8 +160,8 @@ class OuterUpdate(Part, Hook):
     def _step(self) -> None:
         setting, outer, own = self._setting, self.other, self._own()
         foreach_mul_(self.momentum, setting.momentum)
-        mean = self._views if self._size == 1 else [view / self._size for view in self._views]
-        mean = [m.to(v) for m, v in zip(mean, self.momentum, strict=True)]
+        self.sum /= self._size
+        mean = [view.to(v) for view, v in zip(self._views, self.momentum, strict=True)]
         foreach_add_(self.momentum, mean)
         foreach_add_(outer, mean, alpha=-setting.lr)
         foreach_add_(outer, self.momentum, alpha=-setting.lr * setting.momentum)
