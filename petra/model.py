@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -215,12 +216,12 @@ def copied(module: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(module, memo)
-    for parameter in module.parameters():
-        own = memo[id(parameter)]
+    for parameter, own in zip(module.parameters(), copied.parameters(), strict=True):
+        missing = parameter.requires_grad and not any(hooks_of(own))  # a __deepcopy__ of the module's own may copy hooks
         for register, found in zip((own.register_hook, own.register_post_accumulate_grad_hook), hooks_of(parameter), strict=True):
-            for hook in found if parameter.requires_grad else ():
+            for hook in found if missing else ():
                 owner = id(hook.__self__) if isinstance(hook, MethodType) else None
-                register(MethodType(hook.__func__, memo[owner]) if owner in memo else hook)  # type: ignore[attr-defined]
+                register(MethodType(hook.__func__, memo[owner]) if owner in memo else hook)  # type: ignore[attr-defined, no-untyped-call]
     return copied
 
 
@@ -278,6 +279,7 @@ def _profile_block(spec: BlockSpec, streams: Streams, given: str, device: str) -
         ModelError: As :func:`_build_on` and :func:`_checked_streams`, or if the block does not accept the input.
     """
     name, block, counter = spec.name, _build_on(device, spec), FlopCounterMode(display=False)
+    counter.mod_tracker = _OneModule()  # type: ignore[assignment]  # torch's own sets hooks, which fail if forward calls autograd.grad
     inputs = [torch.zeros_like(t, device=device) for t in streams]
     try:
         with torch.no_grad(), frozen_statistics(normalisations(block)), counter, _SameTypes():  # type: ignore[no-untyped-call]
@@ -307,6 +309,12 @@ class Chain(nn.Sequential):
             streams = as_streams(block(*streams))
         (out,) = without_side(streams)
         return out
+
+
+class _OneModule(nullcontext[None]):
+    """Where a FlopCounterMode counts all operations."""
+
+    parents = ("Global",)
 
 
 class _SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.distributed import all_gather_objects, bind_device, raise_on_all_ranks
-from petra.engine.build import build_stages, build_workers, load_blocks, when_completed
+from petra.engine.build import build_stages, build_workers, when_completed
 from petra.engine.checks import marks_of
 from petra.engine.endpoints import DataPort, DataSource, LossPort, require_source
 from petra.engine.executor import Executor
@@ -269,6 +269,8 @@ class Pipeline:
         Raises:
             ModelError: If a key belongs to no block, or an entry is missing or has another shape. The message names the block.
         """
+        from petra.engine.options.loading import load_blocks
+
         load_blocks(self.plan.model, dict(self.blocks()), state)
         for worker in self.workers.values():
             worker.stage.resume(worker.microbatches_done // self.plan.k, {})

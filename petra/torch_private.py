@@ -21,6 +21,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # the documented way to see every operation
 from torch.utils._pytree import tree_leaves as tree_leaves  # tensors in nested arguments of an operator
 
+from petra.errors import ModelError, invalid
+
 NormBase = _NormBase  # of batch and instance normalisations
 Dropout = _DropoutNd  # of all kinds of dropout
 Tensors = Sequence[Tensor]
@@ -51,10 +53,14 @@ def vector_jacobian_products(
     ``torch.autograd.grad`` checks and converts its arguments in Python, which takes half as long as the backward pass of a small
     block. Autograd's engine checks shapes and types too.
     """
-    found: tuple[Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
-        tuple(outputs), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
-    )
-    return found
+    try:
+        return torch.autograd.Variable._execution_engine.run_backward(
+            tuple(outputs), tuple(gradients), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        )
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise invalid("torch.utils.checkpoint in a block", "use_reentrant=False", "use_reentrant=True", ModelError) from error
 
 
 def leaves_of(*tensors: Tensor) -> list[Tensor]:

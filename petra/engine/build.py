@@ -6,13 +6,13 @@ Options are imported where a run asks for them, so that other runs do not load t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from inspect import signature
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import Fetch, block_runner
@@ -25,7 +25,6 @@ from petra.engine.weights import WeightVersions
 from petra.engine.worker import Worker
 from petra.errors import ConfigError, ModelError, PetraError, first_line, invalid, require
 from petra.method import Keep, Weights
-from petra.model import Model
 from petra.plan import Plan
 from petra.plan.messages import returns_activations
 from petra.reversible import Grid, derive_seed
@@ -173,7 +172,7 @@ def build_workers(
 def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.device) -> Update:
     """Return the updates of a stage: norm, clip, check, scaling, extensions, step, average."""
     rules, rate, extending, averages = recipe.rules, recipe.learning_rate, list[Part](), list[Part]()
-    optimizer = _optimizer(recipe, stage.module)
+    optimizer = _optimizer(recipe, stage.module, plan.k)
     if rules.weights == "bf16":
         from petra.engine.options.bf16_weights import attach_masters
 
@@ -183,7 +182,8 @@ def _update(plan: Plan, recipe: Recipe, j: int, stage: Stage, device: torch.devi
         if optimizer is not None:
             extension.prepare(optimizer)
             extending += extension.parts(stage, optimizer, plan, j)
-    if optimizer is not None and not type(optimizer).__module__.startswith(("torch.optim.", "petra.")):
+    known = type(optimizer).__module__.startswith(("torch.optim.", "petra."))
+    if optimizer is not None and (not known or "zero_grad" in vars(optimizer)):
         from petra.engine.options.optimizer_state import OptimizerNumbers
 
         extending.append(OptimizerNumbers(stage, optimizer, rules, extending, derive_seed(recipe.seed, -2, j)))
@@ -221,28 +221,6 @@ def when_completed(
     return GlobalClip(plan, workers.values(), device, group)
 
 
-def load_blocks(model: Model, own: Mapping[str, nn.Module], state: Mapping[str, Tensor]) -> None:
-    """Load parameters and buffers into blocks.
-
-    Args:
-        model: The model.
-        own: Blocks to load into, by name.
-        state: Tensors by ``<block>.<name>``. Entries of other blocks of the model are ignored.
-
-    Raises:
-        ModelError: If a key belongs to no block of the model, or an entry of a block is missing or has another shape.
-    """
-    names = {block.name for block in model.blocks}
-    for key in state:
-        if key.partition(".")[0] not in names:
-            raise ModelError(f"contains {key}, but {model.name} has no such block")
-    for block, module in own.items():
-        try:
-            module.load_state_dict({key.removeprefix(f"{block}."): t for key, t in state.items() if key.startswith(f"{block}.")})
-        except RuntimeError as error:
-            raise ModelError(f"block {block} does not fit ({' '.join(str(error).split())})") from error
-
-
 @contextmanager
 def _building(name: str, expected: str, kind: type[PetraError] = ConfigError) -> Iterator[None]:
     """Refuse what a user's function raises that builds a part of the pipeline."""
@@ -254,7 +232,7 @@ def _building(name: str, expected: str, kind: type[PetraError] = ConfigError) ->
         raise invalid(name, expected, f"{type(error).__name__} ({first_line(error)})", kind) from error
 
 
-def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | None:
+def _optimizer(recipe: Recipe, module: nn.Module, k: int) -> torch.optim.Optimizer | None:
     """Build the optimizer of a stage; None if the stage has no trained parameters.
 
     Raises:
@@ -284,6 +262,11 @@ def _optimizer(recipe: Recipe, module: nn.Module) -> torch.optim.Optimizer | Non
     else:
         with _building("learning_rate", "a function of the microbatches done"):
             signature(recipe.learning_rate).bind(1)
+        found = list[str]()
+        with suppress(Exception):  # a table may know later microbatches only
+            found = [repr(recipe.learning_rate(k)) for _ in range(2)]
+        expected = "the same number at each call, as each stage makes one"
+        require(len({*found}) < 2, f"learning_rate({k})", expected, " and then ".join(found))
         rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
         expected = f"None for an optimizer whose parameter groups have the learning rates {', '.join(map(str, rates))}"
         require(len(rates) == 1, "learning_rate", expected, "a function, which sets one learning rate for all groups")

@@ -19,6 +19,7 @@ from petra.engine.stage import Stage
 from petra.engine.weights import WeightVersion
 from petra.engine.worker import Worker
 from petra.errors import ModelError, invalid
+from petra.reversible.replay import has_own_code, is_compiled
 from petra.specs import Streams
 from petra.torch_private import leaves_of, module_hooks, storage_key, tree_leaves, version_counter
 
@@ -53,7 +54,13 @@ class CheckedFunction:
         return getattr(self.function, name)
 
     def __call__(self, m: int, x: Streams, version: WeightVersion | None) -> Streams:
-        y = self.function(m, x, version)
+        if self._m is None and has_own_code(self.module) and not is_compiled(self.module):  # a mode disables that
+            from petra.engine.options.passed_tensors import watch_reads
+
+            with watch_reads(id(self.warned), self.name, x):
+                y = self.function(m, x, version)
+        else:
+            y = self.function(m, x, version)
         if self._m is None:
             self._m, self.version, self.x, self.y = m, version, samples(x), samples(y)
             types = [self._autocast, *(t.dtype for t in chain(x, y, self.parameters.values()))]

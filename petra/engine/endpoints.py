@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from traceback import walk_tb
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from petra.engine.metrics import Metric, count_targets, size_of
-from petra.errors import ModelError, first_line, invalid, require
-from petra.specs import IGNORED, Message, Streams, TensorSpec, are_integers, detached, without_side
+from petra.errors import ModelError, invalid, require
+from petra.specs import Message, Streams, TensorSpec, detached, without_side
 from petra.torch_private import leaves_of, storage_key, vector_jacobian_products, version_counter
 
 Read = Callable[[int], Tensor]
@@ -204,7 +203,10 @@ class LossPort:
         (output,) = message
         targets, versions = self._read(m), [version_counter(t) for t in output]
         if self._padded is not None and (rows := self._padded.real_rows(m)) < self._padded.batch_size:
-            output, targets = self._without_padding(output, targets, rows, self._padded.batch_size)
+            from petra.engine.options.targets import without_padding
+
+            with_rows = getattr(self.losses.evaluation, "outputs_with_rows", len(output))  # weights, for example, have none
+            output, targets = without_padding(output, targets, rows, self._padded.batch_size, with_rows)
             if not rows:
                 return
         count = count_targets(targets)
@@ -226,16 +228,6 @@ class LossPort:
     def _of_share(self, m: int, output: Streams, gradients: Streams, report: Tensor) -> tuple[Streams, Tensor]:
         """Return gradients and report of a whole microbatch as they are. Those of a share are weighted."""
         return gradients, report
-
-    def _without_padding(self, output: Streams, targets: Tensor, rows: int, batch_size: int) -> tuple[Streams, Tensor]:
-        """Return the first ``rows`` of ``batch_size`` rows. Outputs that a loss declares to have no rows, such as weights, stay."""
-        count = getattr(self.losses.evaluation, "outputs_with_rows", len(output))
-        for t in output[:count]:
-            expected = f"{batch_size} or {len(targets)} rows, some of which are padding (or a batch size that needs none)"
-            fits = t.dim() > 0 and len(t) in (batch_size, len(targets))
-            require(fits, "output of the last block", expected, TensorSpec(tuple(t.shape), t.dtype), ModelError)
-        kept = tuple(t[: len(t) * rows // batch_size] if i < count else t for i, t in enumerate(output))
-        return kept, targets[: len(targets) * rows // batch_size]
 
     def _report(self, output: Streams, targets: Tensor, loss: Tensor, count: Tensor) -> Tensor:
         metrics = {name: metric(*output, targets) for name, metric in self.metrics.items()}
@@ -270,15 +262,11 @@ def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
     try:
         value = loss(*output, targets)
     except (IndexError, ValueError, RuntimeError) as error:
-        *_, (innermost, _) = walk_tb(error.__traceback__)
-        classes = range(output[0].shape[1] if output[0].dim() > 1 and are_integers(targets) and targets.is_cpu else 0)
-        outside = bool(classes) and not {*targets.flatten().tolist()} <= {IGNORED, *classes}
-        if "memory" in str(error) or not (outside or innermost.f_globals["__name__"].startswith(("torch.", "petra."))):
+        from petra.engine.options.targets import misfit
+
+        if (found := misfit(error, output[0], targets)) is None:
             raise  # no fault of the targets, but of the loss itself
-        span = f" from {targets.min()} to {targets.max()}" if targets.is_cpu and targets.numel() else ""
-        forms = [str(TensorSpec(tuple(t.shape), t.dtype)) for t in (output[0], targets)]
-        expected = f"some that fit {forms[0]}" + (f", from 0 to {classes[-1]}" if outside else "")
-        raise invalid("targets", expected, f"{forms[1]}{span} ({first_line(error)})", ModelError) from error
+        raise found from error
     _require_scalar("loss", value)
     return value
 

@@ -115,11 +115,17 @@ def may_draw(module: nn.Module) -> bool | None:
     """
     if any(isinstance(m, MAY_DRAW) for m in module.modules()):
         return True
-    others = (
-        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) or not type(m).__module__.startswith(KNOWN)
-        for m in module.modules()
-    )
-    return None if any(others) else False
+    return None if has_own_code(module) or any("forward" in vars(m) for m in module.modules()) else False
+
+
+def has_own_code(module: nn.Module) -> bool:
+    """Return whether ``module`` contains somebody else's module or hook than torch's or petra's."""
+    return any(m._forward_hooks or m._forward_pre_hooks or not type(m).__module__.startswith(KNOWN) for m in module.modules())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` or somebody else has replaced the function that a module calls."""
+    return any({"forward", "_compiled_call_impl"} & vars(m).keys() for m in module.modules())
 
 
 class forbid_inplace:

@@ -88,11 +88,36 @@ def entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in entries(optimizer).items() if type(value).__name__ in NUMBERS}
+
+
+def require_clearing(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer's ``zero_grad`` does what petra does instead of calling it. That of a wrapper may pass the call on.
+
+    Raises:
+        ConfigError: If it keeps a part of the gradients, or changes weights, states or numbers.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+    before = [(t, t.detach().clone()) for t in (*parameters, *states)]
+    gradients, numbers = [p.grad for p in parameters], _numbers(optimizer)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = None if gradient is None else gradient.clone()
+    optimizer.zero_grad()
+    kept = any(p.grad is not None and bool(p.grad.any()) for p in parameters)
+    only = not kept and _numbers(optimizer) == numbers and all(torch.equal(t, old) for t, old in before)
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    require(only, "optimizer", "one whose zero_grad only clears gradients: petra clears them itself", type(optimizer).__name__)
+
+
 class OptimizerNumbers(Part, Hook):
     """Saves the numbers that an optimizer has changed since it was built, such as counts of steps. Settings are not saved.
 
     Seeds torch's generators before each step from ``seed`` and the number of updates, for optimizers that round stochastically:
-    replicas and resumed runs draw the same numbers.
+    replicas and resumed runs draw the same numbers. Before the first step, and before the second, which finds states, checks a
+    ``zero_grad`` that is not torch's (:func:`require_clearing`).
 
     Switches optimizers that have other weights in training than in evaluation. A drained pipeline has those for evaluation. They
     are computed from each other, so each drain changes the last bits of the weights.
@@ -107,16 +132,21 @@ class OptimizerNumbers(Part, Hook):
         self, stage: Stage, optimizer: torch.optim.Optimizer, rules: UpdateRules, others: Sequence[Part], seed: int
     ) -> None:
         self._stage, self._optimizer, self._built, self._seed = stage, optimizer, entries(optimizer), seed
+        own = getattr(optimizer.zero_grad, "__func__", None) if hasattr(optimizer, "zero_grad") else torch.optim.Optimizer.zero_grad
+        self._unchecked = 0 if own is torch.optim.Optimizer.zero_grad else 2
         if hasattr(optimizer, "eval"):
             expected = f"with {type(optimizer).__name__}, which has weights of its own for evaluation"
             require(rules.average is None, "optim.average", f"null {expected}", rules.average)
             require(not others, "remedy", f"none that acts at updates {expected}", [type(part).__name__ for part in others])
 
     def run(self, pending: Pending) -> None:
+        if self._unchecked:
+            self._unchecked -= 1
+            require_clearing(self._optimizer)
         torch.manual_seed(derive_seed(self._seed, pending.done))
 
     def numbers(self) -> dict[str, Any]:
-        numbers = {name: value for name, value in entries(self._optimizer).items() if type(value).__name__ in NUMBERS}
+        numbers = _numbers(self._optimizer)
         changed = {name: value for name, value in numbers.items() if name not in self._built or self._built[name] != value}
         return {f"optimizer/{type(value).__name__}/{name}": value for name, value in changed.items()}
 
