@@ -109,7 +109,7 @@ def table6(request: Request) -> Report:
         f"CIFAR-10, batch {TABLE5_BATCH}, float32, k = 1, one block per stage. Ours: `scale={request.scale}`. Predicted: "
         f"{PARAMETER_COPIES} copies of the parameters, the inputs of microbatches in flight at non-reversible blocks, the graph of "
         "one backward, and one message in each direction at each boundary. Stage 0 fetches its input again. The paper's "
-        "RevNet-34 has four blocks in each group here (`reproduction/paper_tables.md`)."
+        "RevNet-34 has four blocks in each group here (`docs/evidence/paper_tables.md`)."
     )
     return Report("\n".join([*texts, note]) + "\n", data)
 

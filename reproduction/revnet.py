@@ -42,7 +42,7 @@ def table2(request: Request) -> Report:
     header = ("network", "bottleneck", "units", "channels", "million parameters, paper", "ours")
     note = (
         "CIFAR networks: with 10 and with 100 classes. Ours: computed at either scale. The paper leaves parts of RevNet-104 open: "
-        "see `reproduction/paper_tables.md`."
+        "see `docs/evidence/paper_tables.md`."
     )
     return Report(f"{table(header, lines)}\n{note}\n", {"networks": lines})
 

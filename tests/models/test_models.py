@@ -33,7 +33,7 @@ SECOND_SHORTCUTS = sum(a * b + 2 * b for a, b in ((64, 256), (256, 512), (512, 1
     # ResNets: torchvision's counts. RevNets have more parameters in the stem, the head and, with bottlenecks, the second shortcuts:
     # 12.2, 22.3 and 30.4 million in PETRA's Table 2. Pre-activation networks: the counts follow from the units and channels of
     # RevNet's Table 2, and the millions are those of the table, except for RevNet-104, for which it has 45.2: no layout within the
-    # text has that many (reproduction/paper_tables.md).
+    # text has that many (docs/evidence/paper_tables.md).
     [
         ("resnet18", 64, 10, 0, 11_689_512, 11.69),
         ("resnet34", 64, 18, 0, 21_797_672, 21.80),
