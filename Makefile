@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CUDA_VENV ?= .venv-cuda
 CUDA_TORCH := torch==2.14.1
 
-.PHONY: check demo docs lint stress test test-cuda-build
+.PHONY: check demo dist docs lint stress test test-cuda-build
 
 TESTS := $(BIN)/python -m pytest -n 2 --dist worksteal
 # they wait for delays and timeouts much of the time
@@ -42,6 +42,12 @@ test-cuda-build: $(CUDA_VENV)/installed
 docs: $(VENV)/installed
 	$(BIN)/pip install -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# the package of a release, in dist/
+dist: $(VENV)/installed
+	$(BIN)/pip install -c constraints.txt -e '.[release]'
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

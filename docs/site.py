@@ -15,10 +15,15 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
-    **{"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "reproduction/README.md": "reproduction.md"},
-    **{f"reproduction/{name}": name for name in ("results.md", "paper_tables.md")},
+    "README.md": "index.md",
+    "docs/README.md": "pages.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "reproduction/README.md": "reproduction.md",
+    "benchmarks/README.md": "benchmarks.md",
 }
-"""Files outside docs/, and the pages of the site that show them."""
+"""Files whose page of the site is not in docs/, or not of the same name: README is the home page."""
 API = {
     "petra": "Pipelines, methods, models, settings",
     "petra.reversible": "Reversible blocks",
@@ -43,24 +48,26 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for line in (ROOT / "docs" / "README.md").read_text(encoding="utf-8").splitlines():
         if group := re.match(r"\| \*\*(.+?)\*\* \|", line):
             groups[group[1]] = []
-        elif page := re.match(r"\| \[.+?\]\((.+?)\)", line):
-            [*groups.values()][-1].append(page_of(page[1]))
+        elif line.startswith("| ["):
+            [*groups.values()][-1] += [page_of(page) for page in re.findall(r"\]\((.+?)\)", line)]
     groups["API reference"] = ["api.md", *(f"api/{module}.md" for module in API)]
     groups["Development"] = groups.pop("Development")
-    config.nav = ["README.md", *({name: pages} for name, pages in groups.items())]
+    config.nav = ["index.md", "pages.md", *({name: pages} for name, pages in groups.items())]
     return config
 
 
 def page_of(target: str) -> str:
     """Return the page of the site for a link in docs/README.md."""
-    return PAGES.get(target.removeprefix("../"), target)
+    path = os.path.normpath(Path("docs") / target)
+    return PAGES.get(path, path.removeprefix("docs/"))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages from outside docs/, the examples that pages link to, and the pages of the API."""
+    files.remove(files.src_uris["README.md"])
     for name, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
-    for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "stress").glob("*.csv")):
+    for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "stress").glob("*.csv"), ROOT / "CITATION.cff"):
         name = path.relative_to(ROOT).as_posix()
         files.append(File.generated(config, name, content=path.read_text(encoding="utf-8")))
     index = ["# API index", "Public names, with the first sentence of their descriptions."]
@@ -101,17 +108,18 @@ def directives(module: str, found: griffe.Module) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links between the folders of the project lead to the pages and files of the site, which are in one folder."""
+    """Let links between the folders of the project lead to the pages and files of the site."""
     shown = {page: name for name, page in PAGES.items()}
-    return relinked(markdown, Path(shown.get(page.file.src_uri, f"docs/{page.file.src_uri}")).parent)
+    source = Path(shown.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
+    return relinked(markdown, source.parent, Path(page.file.src_uri).parent)
 
 
-def relinked(markdown: str, folder: Path) -> str:
-    """Return the text of a page in a folder of the project with the links of the site."""
+def relinked(markdown: str, folder: Path, shown: Path) -> str:
+    """Return the text of a page in a folder of the project, with the links of the site, where it is in the folder ``shown``."""
 
     def link(found: re.Match[str]) -> str:
         path = os.path.normpath(folder / found[1])
-        return f"]({PAGES.get(path, path.removeprefix('docs/'))}"
+        return f"]({os.path.relpath(PAGES.get(path, path.removeprefix('docs/')), shown)}"
 
     return re.sub(r"\]\((?!\w+:)([^)#\s]+)", link, markdown)
 

@@ -20,7 +20,7 @@ from benchmarks.records import RECORDS, merge, recorded
 from benchmarks.records import main as merging
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
 from benchmarks.staleness import __main__ as command
-from benchmarks.staleness import cells, costs, figures, law, train
+from benchmarks.staleness import cells, costs, figures, law, pages, train
 from benchmarks.staleness.cells import GRID, MOST_COMPARED, WINDOW, WINDOWS, Cell
 from launch.run.folder import records_in
 from petra import ConfigError, DataError, Recipe, TensorSpec, make_plan
@@ -172,19 +172,25 @@ def test_records_are_few_files_in_one_folder() -> None:
     assert len(found) <= 15
 
 
-@pytest.mark.parametrize(("benchmark", "page"), [(fine_tuning, "docs/huggingface.md"), (vision, "benchmarks/staleness/README.md")])
+def evidence(page: str) -> str:
+    """Return the text of a page of measurements."""
+    return (RECORDS.parent / f"{page}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("benchmark", "page"), [(fine_tuning, "fine_tuning"), (vision, "images")])
 def test_tables_are_those_of_the_records(benchmark: Any, page: str) -> None:
     records = [*records_in(RECORDS / f"{Path(benchmark.__file__).stem}.jsonl").values()]
-    text = (ROOT / page).read_text()
+    text = evidence(page)
     assert all(row in text for row in benchmark.table(records).split("\n\n")[0].splitlines())
 
 
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     """The page has the table that the records give. Interval of the differences 1, 2 and 3: 2 ± 4.303 · 1 / √3 (Student's t)."""
-    folder = Path(figures.__file__).parent
     records = figures.read_all(RECORDS / "staleness.jsonl")
-    page = (folder / "README.md").read_text(encoding="utf-8")
-    assert figures.results(records) in page
+    assert pages.cells_page(records) == evidence("staleness_cells"), "python -m benchmarks.staleness.pages has news"
+    page = evidence("prediction") + evidence("late_gradients") + evidence("claims")
+    assert figures.best(records) in page
+    assert expected.markdown([*expected.text_rows()]) in page
     compared = [each["cosine"] for each in json.loads((RECORDS / "staleness_cosines.json").read_text())["cells"].values()]
     assert all(f"| {' | '.join(f'{value:.3f}' for value in row)} |" in page for row in zip(*compared, strict=True))
     for staleness, k in (("0.94", 32), ("1.88", 16), ("3.75", 8), ("7.50", 4)):
@@ -214,16 +220,6 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_what_to_set_has_the_figures_of_the_records() -> None:
-    page = (ROOT / "docs/what_to_set.md").read_text(encoding="utf-8")
-    assert figures.best(figures.read_all(RECORDS / "staleness.jsonl")) in page
-    assert expected.markdown([*expected.text_rows()]) in page
-    whole = (ROOT / "benchmarks/staleness/README.md").read_text(encoding="utf-8")
-    hours = re.findall(r"^\|[^|]*\| (\d\.\d{3} \| \d\.\d{3} \| \d\.\d{3} \| \d\.\d{3}) \|$", page, re.MULTILINE)
-    assert len(hours) == 5
-    assert all(f"| {row} |" in whole for row in hours)
-
-
 def test_programs_quote_the_expected_losses_of_the_records() -> None:
     assert expected.table() == (ROOT / "launch/run/expected.csv").read_text(encoding="utf-8"), (
         "python -m benchmarks.expected has news"
@@ -232,7 +228,7 @@ def test_programs_quote_the_expected_losses_of_the_records() -> None:
 
 def test_the_law_finds_the_constants_of_data_that_obey_it_and_the_page_has_its_table() -> None:
     found = law.penalties(figures.read_all(RECORDS / "staleness.jsonl"))
-    assert law.table(found) in (ROOT / "benchmarks/staleness/README.md").read_text(encoding="utf-8")
+    assert law.table(found) in evidence("law")
     true = {"power": 0.7, "adamw": 12.0, "muon": 3.0, "nadam": 9.0, "basis_rotation": 4.0}
     true |= {"stashed": 0.8, "reconstruction": 1.2, "feedback": 0.6, "prediction": 0.9}
     obeying = [replace(cell, percent=law.predicted(true, cell)) for cell in found]
@@ -249,9 +245,11 @@ def test_the_law_finds_the_constants_of_data_that_obey_it_and_the_page_has_its_t
 
 def test_times_to_a_loss_are_those_of_the_records(tmp_path: Path) -> None:
     """The page has the tables that the records give. On links without limit, PETRA takes k times the longest stage."""
-    folder = Path(costs.__file__).parent
     records = figures.read_all(RECORDS / "staleness.jsonl")
-    page = (folder / "README.md").read_text(encoding="utf-8")
+    page = evidence("time_to_a_loss_tables")
+    hours = re.findall(r"^\|[^|]*\| \d+ \|.*\d\.\d{3}.*\|$", evidence("time_to_a_loss"), re.MULTILINE)
+    assert len(hours) == 9
+    assert all(row in page for row in hours)
     for j, optimizer in ((8, "adamw"), (16, "adamw"), (16, "muon"), (32, "adamw")):
         assert all(costs.times(costs.ways(records, j, optimizer, remedies), j) in page for remedies in (True, False))
     found = costs.ways(records, 16, "muon")

@@ -43,8 +43,9 @@ from tests.structure import ROOT
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *(page for folder in ("docs", "reproduction") for page in sorted((ROOT / folder).glob("*.md"))),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
+    *(page for pattern in ("docs/*.md", "docs/evidence/*.md") for page in sorted(ROOT.glob(pattern))),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "reproduction")),
 ]
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|docker|git|pip) [\w.-]")

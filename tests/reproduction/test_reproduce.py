@@ -162,8 +162,8 @@ PAPERS = ["table2", "table4", "fig4", "fig5", "fig6", *(f"revnet-{n}" for n in (
 
 @pytest.mark.parametrize("target", PAPERS)
 def test_page_of_results_has_the_figures_of_the_records(tmp_path: Path, target: str) -> None:
-    folder = Path(__file__).parents[2] / "reproduction"
-    page = tmp_path / "results.md"
+    folder = RECORDS.parent
+    page = tmp_path / "papers.md"
     shutil.copy(folder / page.name, page)
     request(tmp_path / "out", target, "--gather", "--runs", str(RECORDS / "papers.jsonl"), "--page", str(page))
     assert page.read_text() == (folder / page.name).read_text()
