@@ -1,7 +1,8 @@
 """Train the cells of the grid: ``python -m benchmarks.staleness TOKENS --out RUNS``.
 
 TOKENS is a folder of token files with a training, a validation and a test part. Each run is written to a file of its own in RUNS.
-Runs that are there are not repeated, so the command can be interrupted and repeated. docs/evidence/staleness_protocol.md has the protocol.
+Runs that are there are not repeated, so the command can be interrupted and repeated.
+docs/evidence/staleness_protocol.md has the protocol.
 """
 
 from __future__ import annotations
