@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import fmean, median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,9 +126,9 @@ def profile_blocks(
 ) -> tuple[BlockCost, ...]:
     """Measure costs on the device with the code that a pipeline runs. Only one block at a time is on the device.
 
-    Each time is the median of ``rounds`` measurements. Before each of them, as much memory is written as the other blocks use for a
-    microbatch: in a run, they replace the block's weights in the caches. The blocks are built for the measurement. Integer inputs
-    are zeros, others are random.
+    Each time is the median of ``rounds`` measurements, and the mean over blocks that are built and used alike. Before each of them,
+    as much memory is written as the other blocks use for a microbatch: in a run, they replace the block's weights in the caches.
+    The blocks are built for the measurement. Integer inputs are zeros, others are random.
 
     Args:
         inputs: Form of one microbatch.
@@ -157,7 +158,18 @@ def profile_blocks(
         frozen = make_stage([module.requires_grad_(False)], [Keep.GRAPH], first_block=b, numerics=numerics)
         times.append(max(0.0, times[3] - _forward_backward_seconds(frozen, x, dy, device, rounds, others)[1]))
         costs.append(_block_cost(profile, numerics, times))
-    return tuple(costs)
+    return _alike([(model.blocks[b].kind, forms[b]) for b in range(len(profiles))], costs)
+
+
+def _alike(kinds: Sequence[Hashable], costs: Sequence[BlockCost]) -> tuple[BlockCost, ...]:
+    """Give equal blocks equal times: their mean."""
+    groups: dict[Hashable, list[BlockCost]] = {}
+    for kind, cost in zip(kinds, costs, strict=True):
+        groups.setdefault(kind, []).append(cost)
+    means: dict[Hashable, dict[str, Any]] = {
+        kind: {name: fmean(getattr(cost, name) for cost in own) for name in TIMES} for kind, own in groups.items()
+    }
+    return tuple(replace(cost, **means[kind]) for kind, cost in zip(kinds, costs, strict=True))
 
 
 def _block_cost(profile: BlockProfile, numerics: Numerics, times: Sequence[float]) -> BlockCost:

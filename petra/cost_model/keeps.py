@@ -31,6 +31,8 @@ STEPS = 1000
 """Steps into which the memory of a stage is divided. The bytes of each block are rounded up to a step, of at least one byte."""
 SEARCHES = 8
 """Searches with the memory that was predicted for the result of the one before."""
+NEARLY = 1e-6
+"""Stages whose times differ by less, relative to the slowest, are equally slow."""
 
 Predict = Callable[[Tuned], Sequence[PredictedMemory]]
 """Predicts the memory of each stage of a setting."""
@@ -94,7 +96,8 @@ class Choices:
     def fastest(self, start: int, end: int, in_flight: int, limit: int) -> tuple[Keep, ...] | None:
         """Return what the blocks ``start`` … ``end`` − 1 store as one stage in the least time; None if the stage does not fit.
 
-        Of equally fast choices, it is one with the fewest bytes.
+        Of equally fast choices, it is one with the fewest bytes. Of those, one with graphs at the end of the stage: a backward
+        begins there, so these graphs are freed before other blocks build theirs, and neighbours share what both refer to.
 
         Args:
             in_flight: Microbatches in flight.
@@ -106,7 +109,7 @@ class Choices:
         place, keeps = int(np.argmin(tables[-1])), list[Keep]()
         for b in range(end - 1, start - 1, -1):
             before = tables[b - start - 1] if b > start else np.zeros(len(tables[0]))
-            for keep, size in self._sizes(b, in_flight, step):
+            for keep, size in sorted(self._sizes(b, in_flight, step), key=lambda option: -option[1]):
                 if size <= place and np.isclose(before[place - size] + self.seconds[b][keep], tables[b - start][place], rtol=1e-12):
                     keeps.append(keep)
                     place -= size
@@ -186,7 +189,7 @@ def tune_keeps(
 
     def search(method: Method) -> tuple[Tuned, Sequence[PredictedMemory]]:
         found = _Search(blocks, Choices(seconds, memory), method, k, stages, devices, predict)
-        return found.with_inputs(*found.best(key))
+        return found.with_graphs(*found.with_inputs(*found.best(key)))
 
     if not tune_delay or count == 1:
         return search(method)
@@ -219,9 +222,9 @@ class _Search:
         enough = 2 * sum(own.fixed + max(flights) * max(own.stored.values()) for own in choices.memory) + 1
         smallest = [replace(own, stored=dict([min(own.stored.items(), key=lambda item: item[1])])) for own in choices.memory]
         partition, keeps = self._fastest(replace(choices, memory=smallest), flights, [enough] * count)
-        other, best, seen = [0.0] * count, None, set[object]()
+        best, seen = None, set[object]()
         needed: Sequence[PredictedMemory] = ()
-        for search in range(SEARCHES):
+        for _ in range(SEARCHES):
             tuned = self._tuned(partition, keeps)
             if (tuned.stages, tuned.keep) in seen:
                 break
@@ -229,13 +232,9 @@ class _Search:
             needed = self.predict(tuned)
             if all(self._fit(needed)) and (best is None or max(tuned.seconds) < max(best[0].seconds)):
                 best = tuned, needed
-            if search == 0:  # what is not counted for each block
-                own = zip(partition, keeps, flights, strict=True)
-                additive = [choices.additive(part.start, kept, flight) for part, kept, flight in own]
-                other = [need.total - size for need, size in zip(needed, additive, strict=True)]
-            else:  # what is free, or is missing
-                changes = (max(need.total - device.memory, -enough) for need, device in zip(needed, devices, strict=True))
-                other = [size + change for size, change in zip(other, changes, strict=True)]
+            own = zip(partition, keeps, flights, strict=True)
+            additive = [choices.additive(part.start, kept, flight) for part, kept, flight in own]
+            other = [need.total - size for need, size in zip(needed, additive, strict=True)]  # what is not counted for each block
             try:
                 limits = [int(min(device.memory - size, enough)) for device, size in zip(devices, other, strict=True)]
                 partition, keeps = self._fastest(choices, flights, limits)
@@ -260,6 +259,22 @@ class _Search:
             fewer = [b for b in ends if all(fit or b not in part for part, fit in zip(partition, fits, strict=True))]
             ends = fewer if len(fewer) < len(ends) else []
         return tuned, memory
+
+    def with_graphs(self, tuned: Tuned, memory: Sequence[PredictedMemory]) -> tuple[Tuned, Sequence[PredictedMemory]]:
+        """Let each of the slowest stages store one more graph, as long as it fits: bytes that graphs share were counted twice."""
+        partition, seconds = partition_of(tuned.stages), self.choices.seconds
+        while True:
+            assert tuned.keep is not None
+            keep, slowest = [*tuned.keep], max(tuned.seconds)
+            for part, own in zip(partition, tuned.seconds, strict=True):
+                stored = (b for b in part if Keep.GRAPH in seconds[b] and keep[b] is not Keep.GRAPH)
+                saved = {b: max(seconds[b].values()) - seconds[b][Keep.GRAPH] for b in stored}
+                if own >= slowest * (1 - NEARLY) and max(saved.values(), default=0.0) > 0:
+                    keep[max(saved, key=lambda b: (saved[b], b))] = Keep.GRAPH
+            found = self._tuned(partition, [tuple(keep[part.start : part.stop]) for part in partition])
+            if max(found.seconds) >= slowest or not all(self._fit(needed := self.predict(found))):
+                return tuned, memory
+            tuned, memory = found, needed
 
     def _fit(self, needed: Sequence[PredictedMemory]) -> list[bool]:
         return [need.total <= device.memory for need, device in zip(needed, self.devices, strict=True)]

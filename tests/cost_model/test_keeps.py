@@ -1,20 +1,26 @@
 """The choice of what blocks store, against all choices tried one by one."""
 
 import random
+from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
 import pytest
+import torch
 
-from petra import ConfigError
-from petra.cost_model.autotune import Tuned
-from petra.cost_model.costs import BlockCost
-from petra.cost_model.keeps import BlockMemory, tune_keeps
+from petra import ConfigError, Recipe, TensorSpec, make_plan
+from petra.cost_model.autotune import Tuned, setting_of
+from petra.cost_model.costs import BlockCost, count_blocks
+from petra.cost_model.keeps import BlockMemory, count_memory, tune_keeps
 from petra.cost_model.machines import Device
-from petra.cost_model.memory import PredictedMemory
+from petra.cost_model.memory import PredictedMemory, predict_memory
+from petra.cost_model.stage_memory import Known
 from petra.method import Keep, Method
+from petra.models import revgpt
 from petra.plan.messages import Boundary
+from petra.plan.partition import partition_of
 from petra.plan.timetable import in_flight
+from tests.support.nets import sgd
 
 EMPTY = Boundary((), ())
 
@@ -111,3 +117,24 @@ def test_memory_that_does_not_add_up_is_found_by_the_prediction() -> None:
         assert needed[0].total <= limit
     with pytest.raises(ConfigError, match="key: expected at least about"):
         tune_keeps(blocks, memory, Method("x", 0, Keep.NOTHING), 1, 1, [Device(1.0, 12)], predict, "key")
+
+
+def test_the_choice_is_no_slower_than_what_fits_by_hand() -> None:
+    """Graphs of neighbouring blocks share tensors, and those at the end of a stage are freed before others are built."""
+    model, inputs, known = revgpt(16, dim=16, depth=8, heads=2, size=16), TensorSpec((4, 16), torch.int64), Known()
+    targets, method, recipe = TensorSpec((64,), torch.int64), Method("petra", 1, Keep.NOTHING), Recipe(sgd)
+    blocks = count_blocks(model, inputs)
+
+    def predict(keep: tuple[Keep, ...]) -> list[PredictedMemory]:
+        plan = make_plan(model, inputs, method=replace(method, keep=keep), k=4, stages=[5, 5], processes=2)
+        return predict_memory(plan, recipe, targets, known)
+
+    memory = count_memory(make_plan(model, inputs, method=method, k=4, stages=[5, 5], processes=2), recipe, targets, known)
+    for graphs in (1, 3):
+        own = [Keep.NOTHING] * (4 - graphs) + [Keep.GRAPH] * graphs
+        keep = (Keep.INPUT, *own, *own, Keep.GRAPH)
+        devices = [Device(memory=found.total) for found in predict(keep)]
+        found, needed = tune_keeps(blocks, memory, method, 4, [5, 5], devices, lambda tuned: predict(tuned.keep or ()), "key")
+        by_hand = setting_of(blocks, partition_of([5, 5]), replace(method, keep=keep), 4, [1.0, 1.0])
+        assert max(found.seconds) <= max(by_hand.seconds) * (1 + 1e-9), graphs
+        assert all(need.total <= device.memory for need, device in zip(needed, devices, strict=True))
