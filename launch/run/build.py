@@ -56,6 +56,8 @@ class Setup:
         device: Device of this process.
         processes: Number of processes, of all replicas together.
         auto: Which of ``stages``, ``delay`` and ``keep`` auto-tuning must choose. The plan has provisional values for them.
+        limit: Memory of a stage in GB within which ``keep`` was chosen: ``trainer.memory_limit``, or what GPUs had free. None if it
+            was not chosen.
     """
 
     config: Config
@@ -63,6 +65,7 @@ class Setup:
     device: torch.device
     processes: int
     auto: frozenset[str]
+    limit: float | None = None
 
     @property
     def unit(self) -> str:
@@ -71,10 +74,13 @@ class Setup:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """What ``auto`` stands for: the blocks in each of the ``stages``, the boundary ``delay``, and what each block ``keep``s."""
+        """What ``auto`` stands for: the blocks in each of the ``stages``, the boundary ``delay``, and what each block ``keep``s.
+
+        With the ``limit`` within which that was chosen.
+        """
         found = {"stages": [len(stage) for stage in self.plan.layout.stages], "delay": self.plan.method.delay}
         chosen = self.config.method.keep == AUTO and not isinstance(self.plan.method.keep, Keep)
-        return found | ({"keep": [*map(str, self.plan.method.keep)]} if chosen else {})
+        return found | ({"keep": [*map(str, self.plan.method.keep)], "limit": self.limit} if chosen else {})
 
     def with_choice(
         self,

@@ -171,7 +171,8 @@ def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = 
     kept = earlier.get("keep") if "keep" in setup.auto else None
     if kept is not None:
         with_kept = setup.with_choice(setup.choices["stages"], setup.plan.method.delay, keep=kept)
-        setup = replace(with_kept, auto=setup.auto - {"keep"})
+        limit = setup.config.trainer.memory_limit or earlier.get("limit")
+        setup = replace(with_kept, auto=setup.auto - {"keep"}, limit=limit)
     same = "stages" in setup.auto or setup.choices["stages"] == earlier.get("stages")
     if earlier and same and "keep" not in setup.auto:
         setup = setup.with_choice(earlier["stages"], earlier["delay"] if "delay" in setup.auto else setup.plan.method.delay)
@@ -184,17 +185,18 @@ def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = 
 
 def _tuned(setup: Setup, process: Process) -> Setup:
     """Measure, and return the setup with a value for each setting that is ``auto``."""
-    free = all_gather_objects(_free_memory(setup))
+    free = min(all_gather_objects(_free_memory(setup)))
     path, processes = setup.config.cluster.machines, len(setup.plan.layout.processes)
     machines = Machines.equal(processes, measure_link(setup.device)) if path is None else read_machines(path)
     with raise_on_all_ranks():
-        chosen = _choose(setup, machines, min(free)) if process.first else None
+        chosen = _choose(setup, machines, free) if process.first else None
     found: Tuned = all_gather_objects(chosen)[0]
+    limit = setup.limit if found.keep is None else setup.config.trainer.memory_limit or free
     if process.first:
         times = ", ".join(f"{1e3 * (cost.forward + cost.backward):.3g}" for cost in found.costs)
-        stores = "" if found.keep is None else f", keep={_counted(found.keep)}"
+        stores = "" if found.keep is None else f", keep={_counted(found.keep)} within {limit:.3g} GB per stage"
         print(f"chosen: stages={list(found.stages)}, delay={found.delay}{stores}; F + B of the stages: {times} ms", flush=True)
-    return setup.with_choice(found.stages, found.delay, keep=found.keep)
+    return replace(setup.with_choice(found.stages, found.delay, keep=found.keep), limit=limit)
 
 
 def _counted(keeps: Sequence[Keep]) -> str:
@@ -210,8 +212,8 @@ def _free_memory(setup: Setup) -> float:
 
 
 def _require_fits(setup: Setup) -> None:
-    """Check that stages fit ``trainer.memory_limit`` with what their blocks stored before the run was resumed."""
-    limit = setup.config.trainer.memory_limit
+    """Check that stages fit the limit with what their blocks stored before the run was resumed."""
+    limit = setup.limit
     if limit is not None:
         choices = setup.choices
         tuned = Tuned(tuple(choices["stages"]), choices["delay"], (), (), tuple(map(Keep, choices["keep"])))
@@ -236,7 +238,7 @@ def _choose(setup: Setup, machines: Machines, free: float) -> Tuned:
     stages: int | list[int] = len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages]
     owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]
     owned_by = machines.devices if several else (Device(),) * len(owners)
-    limit = 1e9 * (config.trainer.memory_limit or free)
+    limit = 1e9 * (config.trainer.memory_limit or setup.limit or free)
     devices = [Device(d.speed, min(limit, d.memory)) for d, owned in zip(owned_by, owners, strict=False) for _ in owned]
     rules: dict[str, Any] = {
         "tune_delay": "delay" in setup.auto,

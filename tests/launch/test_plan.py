@@ -1,6 +1,7 @@
 """launch.plan, the file of unequal machines, settings chosen automatically, and what they change in the partition."""
 
 import json
+import math
 import re
 import shlex
 from dataclasses import replace
@@ -15,6 +16,7 @@ from launch.config.machines import read_machines, write_machines
 from launch.doctor.links import describe, measure_speeds
 from launch.doctor.machine import Report
 from launch.plan import main
+from launch.run import costs
 from launch.run.build import Setup, set_up
 from launch.run.costs import memory_table, stage_memories, tune_setup
 from launch.runtime.rank import Process
@@ -183,6 +185,27 @@ def test_what_blocks_store_is_chosen_within_the_limit_and_kept_by_the_checkpoint
         ConfigError, match=r"trainer\.memory_limit: expected a number > 0 with method\.keep=auto on a CPU, got null"
     ):
         planned(*settings)
+
+
+@pytest.mark.usefixtures("counted_times")
+def test_the_free_memory_of_gpus_is_measured_once_and_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs without ``trainer.memory_limit``: the run resumes with what was free when it started."""
+
+    def on_gpus(free: float, stages: str, chosen: dict[str, Any] | None = None) -> Setup:
+        monkeypatch.setattr(costs, "_free_memory", lambda setup: free if "keep" in setup.auto else math.inf)
+        setup = planned(*TINY, "method.keep=auto", stages, "method.delay=1", "trainer.memory_limit=1")
+        trainer = replace(setup.config.trainer, memory_limit=None)
+        return tune_setup(replace(setup, config=replace(setup.config, trainer=trainer)), ALONE, chosen)
+
+    begun = on_gpus(0.04, "trainer.stages=2")
+    chosen = json.loads(json.dumps(begun.choices))
+    assert chosen["limit"] == 0.04
+    assert max(counted(begun)) <= 0.04e9
+    for stages in ("trainer.stages=2", "trainer.stages=3"):
+        resumed = on_gpus(1e-9, stages, chosen)
+        assert (resumed.choices["keep"], resumed.choices["limit"]) == (chosen["keep"], 0.04)
+    with pytest.raises(PetraError, match=r"trainer\.memory_limit: expected at least .* in the checkpoint .*, got 1e-06 GB"):
+        on_gpus(1.0, "trainer.stages=2", chosen | {"limit": 1e-6})
 
 
 @pytest.mark.usefixtures("counted_times")
