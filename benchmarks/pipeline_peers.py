@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.two_stages import sgd
-from launch.bench.contestants import Batches, Contestant, Setting
+from launch.bench.contestants import Batches, Chained, Contestant, FormattedBlock, Setting, torch_schedule
 from petra.specs import as_streams
 
 
@@ -50,6 +50,30 @@ def deepspeed(setting: Setting, batches: Batches) -> Contestant:
     data = list(zip(batches.x, batches.y, strict=True))
     own = {b: layers[b] for b in setting.plan.stages[setting.rank].blocks}
     return setting.run(own, lambda: engine.train_batch(iter(data)))
+
+
+def recomputed(setting: Setting, batches: Batches) -> Contestant:
+    """Use torch's 1F1B with a checkpoint around every block, which stores its input."""
+    return torch_schedule("Schedule1F1B")(Recomputing(**vars(setting)), batches)
+
+
+class Recomputing(Setting):
+    """Setting whose layers recompute what they compute."""
+
+    def chained(self, layers: dict[int, FormattedBlock]) -> Chained:
+        """Return a module of layers with a checkpoint around each."""
+        return super().chained({b: Checkpointed(layer) for b, layer in layers.items()})  # type: ignore[misc]
+
+
+class Checkpointed(nn.Module):
+    """Layer that stores its input."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *streams: Any) -> Any:
+        return checkpoint(self.layer, *streams, use_reentrant=False)
 
 
 def torchgpipe(setting: Setting, batches: Batches) -> Contestant:

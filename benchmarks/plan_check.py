@@ -52,7 +52,7 @@ def compare(rank: int, options: argparse.Namespace) -> Figures:
     cases = CASES if processes > 1 else {name: CASES[name] for name in ALONE}
     figures: Figures = {name: {"predicted": [], "measured": []} for name in cases}
     for round_ in range(options.rounds + 1):
-        link, blocks = measure_link(), _measured_blocks(model, inputs)
+        link, blocks = measure_link(), measured_blocks(model, inputs)
         for name, (method, transport) in cases.items():
             row = predict_method(blocks, method, options.k, Machines.equal(processes, link), transport)
             measured = _run(model, inputs, row, transport if processes > 1 else "local", options)
@@ -79,11 +79,11 @@ def _run(model: Model, inputs: TensorSpec, row: Candidate, transport: TransportN
     return max(all_gather_objects(period(pipeline, data, options.microbatches + pipeline.plan.delays[0])))
 
 
-def _measured_blocks(model: Model, inputs: TensorSpec) -> list[BlockCost]:
+def measured_blocks(model: Model, inputs: TensorSpec, rounds: int = 5) -> list[BlockCost]:
     """Measure the blocks in all processes at the same time, and return the mean of the processes."""
     if dist.is_initialized():
         dist.barrier()
-    found = all_gather_objects(profile_blocks(model, inputs, optimizer=sgd, numerics=Numerics(channels_last=True)))
+    found = all_gather_objects(profile_blocks(model, inputs, optimizer=sgd, numerics=Numerics(channels_last=True), rounds=rounds))
     names = ("forward", "backward", "graph_forward", "graph_backward", "update", "weights")
     columns = zip(*found, strict=True)
     return [replace(column[0], **{name: mean(getattr(block, name) for block in column) for name in names}) for column in columns]

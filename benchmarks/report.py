@@ -80,13 +80,14 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def in_processes(count: int, measure: Callable[..., T], *arguments: object) -> list[T]:
+def in_processes(count: int, measure: Callable[..., T], *arguments: object, start: str = "spawn") -> list[T]:
     """Return what ``measure(rank, *arguments)`` returns in each of ``count`` new processes, by rank.
 
-    The processes have one thread each. Several form a gloo group.
+    The processes have one thread each. Several form a gloo group. With ``start="fork"``, they begin with what this process has
+    imported, which saves seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_process, (count, folder, measure, arguments), nprocs=count)  # type: ignore[no-untyped-call]
+        torch.multiprocessing.start_processes(_process, (count, folder, measure, arguments), count, start_method=start)  # type: ignore[no-untyped-call]
         return [torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(count)]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import expected, fine_tuning, pipelines, reversible_sequence, vision
+from benchmarks import expected, fine_tuning, pipelines, reversible_sequence, stored_choices, vision
 from benchmarks.records import RECORDS, merge, recorded
 from benchmarks.records import main as merging
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
@@ -43,18 +43,20 @@ def test_reversible_peers_have_the_gradients_of_plain_autograd(name: str) -> Non
 @pytest.mark.processes
 def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Run the command, which itself compares each contestant's first update with plain autograd's."""
-    sizes = ["--k=1,3", "--blocks=2", "--channels=4", "--size=4", "--batch=2", "--microbatches=1", "--threads=1"]
-    monkeypatch.setattr(sys, "argv", ["benchmark", "--out", str(tmp_path / "figures.json"), "--rounds=1", *sizes])
+    sizes = ["--k=3", "--blocks=2", "--channels=4", "--size=4", "--batch=2", "--microbatches=1", "--threads=1"]
+    monkeypatch.setattr(stored_choices, "LANGUAGE", {"classes": 5, "dim": 4, "heads": 2, "size": 3})
+    out = ["--out", str(tmp_path / "figures.json"), "--rounds=2"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--works=revnet", *out, *sizes])
     pipelines.main()
-    found = json.loads((tmp_path / "figures.json").read_text())
-    missing = found["not_installed"]
-    assert set(found["periods"]) == {"1", "3"}
-    for row in found["periods"].values():
-        assert set(row) | set(missing) == set(pipelines.CONTESTANTS)
-        assert min(seconds for times in row.values() for seconds in times) > 0
+    found = json.loads((tmp_path / "figures.json").read_text())["revnet"]["k"]["3"]
+    missing, live = found["not_installed"], found["live_bytes_and_resident_mib"]
+    assert set(found["periods"]) | set(missing) == {*pipelines.CONTESTANTS, pipelines.AUTO} == set(live) | set(missing)
+    assert min(seconds for times in found["periods"].values() for seconds in times) > 0
     printed = capsys.readouterr().out
     assert all(f"{name}: not installed" in printed for name in missing)
     assert "| 18 | 3 | " in printed
+    for (chosen, _), (rival, _) in zip(live[pipelines.AUTO], live[pipelines.RIVAL], strict=True):
+        assert chosen <= rival
 
 
 def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
