@@ -21,8 +21,8 @@ RATES = (8e-3, 16e-3)
 SEEDS = (0, 1, 2, 3, 4)
 
 
-def trials(cell: LinkCell, data: Path, out: Path, seeds: list[int]) -> list[dict[str, Any]]:
-    """Return the records of a cell: those of the search, then the final ones."""
+def trials(cell: LinkCell, data: Path, out: Path, seeds: list[int], rate: float | None) -> list[dict[str, Any]]:
+    """Return the records of a cell: those of the search, unless there is a rate, then the final ones."""
     records = list[dict[str, Any]]()
 
     def train(rate: float, seed: int = SEARCH_SEED) -> float:
@@ -31,7 +31,7 @@ def trials(cell: LinkCell, data: Path, out: Path, seeds: list[int]) -> list[dict
         print(f"{cell.name}: rate {rate:g}, seed {seed}: {record['bits_per_byte']} bits per byte", flush=True)
         return float(record["loss"]["val"])
 
-    rate = best_rate(RATES, train)
+    rate = rate or best_rate(RATES, train)
     for seed in seeds:
         train(rate, seed)
     return records
@@ -45,10 +45,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
     parser.add_argument("--cells", nargs="*", help="names of cells; all by default")
     parser.add_argument("--seeds", type=int, nargs="*", default=[*SEEDS], help="seeds of the final runs")
+    parser.add_argument("--rate", type=float, help="learning rate of the final runs; by default, the best of a search")
     options = parser.parse_args()
     for cell in CELLS:
         if not options.cells or cell.name in options.cells:
-            trials(cell, options.tokens, options.out, options.seeds)
+            trials(cell, options.tokens, options.out, options.seeds, options.rate)
 
 
 if __name__ == "__main__":
