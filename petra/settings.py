@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import torch
 
-from petra.errors import alternatives, check_types, invalid, require
-from petra.message_formats import MESSAGE_FORMATS
+from petra.errors import check_types, invalid, require
+from petra.message_formats import FEW_BITS, MESSAGE_FORMATS
 
 TransportName = Literal["auto", "local", "lockstep", "edge"]
 
@@ -25,6 +25,8 @@ class Numerics:
         message_format: Name of the format in which streams and gradients travel between stages (:mod:`petra.message_formats`), or
             None for their own type. Applied between stages of one process too, so that results don't depend on the number of
             processes.
+        gradient_format: The same for δ; x̃ then travels as x does. None: both as x if its format is one of both directions, as bf16.
+        stored_format: Name of the format in which blocks store their inputs between forward and backward, or None.
 
     Raises:
         ConfigError: If a value has another type, a type is not a floating-point type, or ``exact_streams`` is combined with
@@ -34,14 +36,14 @@ class Numerics:
     autocast: torch.dtype | None = None
     channels_last: bool = False
     exact_streams: bool = False
-    message_format: str | None = None
+    message_format: Literal[*MESSAGE_FORMATS, *FEW_BITS] | None = None  # type: ignore[valid-type]
+    gradient_format: Literal[*MESSAGE_FORMATS, *FEW_BITS] | None = None  # type: ignore[valid-type]
+    stored_format: Literal["bf16", "int8", "int8_token"] | None = None
 
     def __post_init__(self) -> None:
         check_types(self)
         accepted = (None, torch.bfloat16, torch.float16)
         require(self.autocast in accepted, "autocast", "None, torch.bfloat16 or torch.float16", self.autocast)
-        formats = (None, *MESSAGE_FORMATS)
-        require(self.message_format in formats, "message_format", alternatives(map(str, formats)), self.message_format)
         exact_in_messages = not self.exact_streams or self.message_format is None
         require(exact_in_messages, "exact_streams", f"false with message_format={self.message_format}", "true")
 

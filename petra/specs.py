@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from petra.errors import ModelError, check_types, invalid, require
-from petra.message_formats import MESSAGE_FORMATS
+from petra.message_formats import MessageFormat
 
 Streams = tuple[Tensor, ...]
 """Input or output of a block: one tensor, or the pair (x1, x2) of a reversible network, and then any side tensors.
@@ -82,6 +82,13 @@ MessageSpec = tuple[PartSpec, ...]
 """Specs of the tensors of a :data:`Message`, in the same nesting."""
 
 
+def format_of(name: str) -> MessageFormat:
+    """Return the format of messages of a name."""
+    from petra.quantization import format_named
+
+    return format_named(name)
+
+
 class PackedPart:
     """What travels for a part of a message: its streams in their format, then the tensors that travel as they are.
 
@@ -95,15 +102,15 @@ class PackedPart:
         others = [(i, spec) for i, spec in enumerate(part) if spec.message_format is None]
         self._order = sorted(range(len(part)), key=[i for i, _ in (*streams, *others)].__getitem__)
         self._positions = [i for i, _ in streams], [i for i, _ in others]
-        self._dtypes = [spec.dtype for _, spec in streams]
+        self._forms = [(spec.shape, spec.dtype) for _, spec in streams]
         self.specs: list[TensorSpec] = []
         for _, spec in streams[:1]:
             assert spec.message_format is not None
-            self._format, shapes = MESSAGE_FORMATS[spec.message_format], [own.shape for _, own in streams]
+            self._format, shapes = format_of(spec.message_format), [own.shape for _, own in streams]
             for shape, (_, own) in zip(self._format.elements(shapes), streams, strict=True):
                 channels_last = own.channels_last and shape == own.shape
                 self.specs.append(TensorSpec(shape, getattr(torch, self._format.dtype), channels_last))
-            self.specs += [TensorSpec(shape, torch.float32) for shape in self._format.factors(shapes)]
+            self.specs += [TensorSpec(shape, getattr(torch, self._format.factor_dtype)) for shape in self._format.factors(shapes)]
         self._pieces = len(self.specs)
         self.specs += [spec for _, spec in others]
         self.bytes = sum(spec.bytes for spec in self.specs)
@@ -116,7 +123,7 @@ class PackedPart:
 
     def unpack(self, pieces: Sequence[Tensor]) -> Streams:
         """Return the tensors of the part from what has arrived."""
-        streams = self._format.unpack(pieces[: self._pieces], self._dtypes) if self._dtypes else []
+        streams = self._format.unpack(pieces[: self._pieces], self._forms) if self._forms else []
         found = [*streams, *pieces[self._pieces :]]
         return tuple([found[i] for i in self._order])
 

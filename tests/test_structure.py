@@ -13,7 +13,18 @@ import pytest
 from tests.structure import ROOT, WHOLE, core_lines, imports, modules, parameters, room, room_imports
 
 PETRA = (
-    *("errors", "torch_private", "update_rules", "message_formats", "specs", "settings", "hooks", "reversible", "distributed"),
+    *(
+        "errors",
+        "torch_private",
+        "update_rules",
+        "message_formats",
+        "quantization",
+        "specs",
+        "settings",
+        "hooks",
+        "reversible",
+        "distributed",
+    ),
     *("method", "model", "plan", "transport", "engine", "staleness", "pipeline", "diagnostics", "cost_model", "analysis", "data"),
     *("models", "inplace_abn", "training", "elastic", "huggingface", "__main__"),
 )

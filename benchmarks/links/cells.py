@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from benchmarks.staleness.cells import OTHER_SHAPES, SHAPES, VOCABULARY, WINDOW, WINDOWS, Cell
-from petra import Model, TensorSpec
+from petra import Model, Numerics, TensorSpec
 from petra.models import gpt, revgpt
 from petra.plan import make_plan
 from petra.transport.packing import Packing
@@ -24,24 +24,37 @@ class LinkCell(Cell):
     Attributes:
         stream: Channels of each stream, or None for full streams. The hidden units of the MLPs are then as many as the parameters
             in the layers of the full network allow.
+        x: Format of the streams, and of x̃, or None.
+        delta: Format of δ, or None.
+        stored: Format of stored inputs, or None.
     """
 
     stream: int | None = None
+    x: str | None = None
+    delta: str | None = None
+    stored: Literal["bf16", "int8", "int8_token"] | None = None
 
     @property
     def name(self) -> str:
         """The name, which determines the cell."""
-        return super().name + ("" if self.stream is None else f"_s{self.stream}")
+        parts = ("s", self.stream), ("x-", self.x), ("delta-", self.delta), ("stored-", self.stored)
+        own = [f"{mark}{value}" for mark, value in parts if value is not None]
+        return "_".join([super().name, *own])
 
     @property
     def setting(self) -> dict[str, Any]:
         """The fields by which tables compare cells."""
-        return {**super().setting, "stream": self.stream}
+        own = ("stream", "x", "delta", "stored")
+        return super().setting | {key: getattr(self, key) for key in own}
 
     @property
     def baseline(self) -> Cell:
         """The cell of full streams in float32 with the same delays and size: PETRA, which sends x̃."""
         return Cell("petra", self.k, self.optimizer, model="revgpt_2m" if self.model.endswith("_2m") else "revgpt")
+
+    def make_numerics(self) -> Numerics:
+        """Return the number formats."""
+        return Numerics(message_format=self.x, gradient_format=self.delta, stored_format=self.stored)
 
     def make_model(self) -> Model:
         """Return the network."""
@@ -94,4 +107,28 @@ FULL = tuple(
     LinkCell(method, k, "muon", model=model) for model, method, k in product(("revgpt", "revgpt_2m"), ("petra", "dsp"), (8, 32))
 )
 """Full streams."""
-CELLS = (*NARROW, *ORDINARY, *FULL)
+VARIANTS = (
+    ("bf16", "bf16"),
+    ("int8", "int8"),
+    ("int8_token", "int8_token"),
+    ("float8_token", "float8_token"),
+    ("int4_token", "int8_token"),
+    ("int4_token_hadamard", "int8_token"),
+    ("int4_token_hadamard", "int4_token_hadamard"),
+    ("int4_token_hadamard", "int4_token_hadamard_stochastic"),
+)
+"""Formats of x and δ that are screened, with one layer per stage, so that PETRA without x̃ is ``dsp``."""
+FORMATS = tuple(LinkCell("dsp", 8, "muon", x=x, delta=delta) for x, delta in VARIANTS)
+RETURNED = (LinkCell("petra", 8, "muon", x="int8_token", delta="int8_token"),)
+"""x̃ in few bits."""
+STORED = (LinkCell("dsp", 8, "muon", stored="bf16"), LinkCell("dsp", 8, "muon", stored="int8_token"))
+"""Stored inputs of fewer bits."""
+JOINT = tuple(
+    LinkCell("dsp", k, "muon", stream=stream, x=x, delta=delta)
+    for stream, (x, delta) in product(
+        (14, 28), (("bf16", "bf16"), ("int8_token", "int8_token"), ("int4_token_hadamard", "int8_token"))
+    )
+    for k in (8, 32)
+)
+"""Narrow streams in few bits."""
+CELLS = (*NARROW, *ORDINARY, *FULL, *FORMATS, *RETURNED, *STORED, *JOINT)

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, Final, Literal, get_type_hints
 
 from petra.errors import Count, Share
-from petra.message_formats import MESSAGE_FORMATS
+from petra.message_formats import FEW_BITS, MESSAGE_FORMATS
 from petra.update_rules import UpdateRules
 
 from .keys import Key, fields_of, is_shipped, signature
@@ -138,8 +138,12 @@ class TrainerConfig:
         precision: Type of convolutions and matrix products: float32, bf16 or fp16; streams stay in float32.
         exact_streams: Round terms of sums in reversible blocks, so that, with unchanged weights, reconstruction is exact bit for
             bit.
-        message_format: Format in which stages send streams: null: their own type; bf16: streams and gradients in bf16; int8:
-            streams forward as int8 with one scale per tensor.
+        message_format: Format in which stages send streams: null: their own type; bf16: streams and gradients in bf16; int8, int4
+            and float8: elements of few bits forward, with a scale for each tensor, or, after an underscore, for each token or for
+            the whole message; hadamard: with rotated channels; stochastic: rounded at random.
+        gradient_format: Format in which stages send gradients; reconstructed streams then travel back as message_format. null: both
+            as message_format if it is bf16, otherwise in their own type.
+        stored_format: Format in which blocks store their inputs between forward and backward; null: their own type.
         label_smoothing: Label smoothing of the training loss.
         bootstrap: null: the training loss is a mean over all pixels; or the fraction of the pixels of each image with the highest
             losses that count, such as 0.25 (online bootstrapping).
@@ -175,7 +179,9 @@ class TrainerConfig:
     transport: Annotated[Literal["auto", "local", "lockstep", "edge"], "same results"] = "auto"
     precision: Literal["float32", "bf16", "fp16"] = "float32"
     exact_streams: bool = False
-    message_format: Literal[*MESSAGE_FORMATS] | None = None  # type: ignore[valid-type]
+    message_format: Literal[*MESSAGE_FORMATS, *FEW_BITS] | None = None  # type: ignore[valid-type]
+    gradient_format: Literal[*MESSAGE_FORMATS, *FEW_BITS] | None = None  # type: ignore[valid-type]
+    stored_format: Literal["bf16", "int8", "int8_token"] | None = None
     label_smoothing: Share = 0.0
     bootstrap: Annotated[float | None, "> 0 and <= 1"] = None
     channels_last: Annotated[bool, "same results"] = True

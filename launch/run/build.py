@@ -261,7 +261,8 @@ def type_of(precision: str) -> torch.dtype | None:
 
 def _plan(config: Config, model: Model, method: Method, stages: int | list[int] | None, world: int, device: torch.device) -> Plan:
     (inputs, refetch), trainer = describe_inputs(config.data), config.trainer
-    numerics = Numerics(type_of(trainer.precision), trainer.channels_last, trainer.exact_streams, trainer.message_format)
+    formats = trainer.message_format, trainer.gradient_format, trainer.stored_format
+    numerics = Numerics(type_of(trainer.precision), trainer.channels_last, trainer.exact_streams, *formats)
     try:
         return make_plan(
             model,

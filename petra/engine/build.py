@@ -111,6 +111,10 @@ def make_stage(
             from petra.engine.options.stored_graphs import FollowUpdates
 
             runner = FollowUpdates(function, versions, first=b == 0)
+        if keep is Keep.INPUT and numerics.stored_format is not None:
+            from petra.engine.options.stored_format import FormattedInputs
+
+            runner = FormattedInputs(runner, numerics.stored_format)
         runners.append(runner)
     if keeps[-1] is Keep.NOTHING and any(map(is_side, outputs)):
         from petra.engine.options.side_tensors import KeepSideTensors

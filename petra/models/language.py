@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from petra.errors import Count, Positive, Share, alternatives, require
 from petra.model import BlockSpec, Model
 from petra.models.attention import DEVIATION, MLP, Attention, LayerOptions, linear
-from petra.models.narrow import Anchors, NarrowBranch, NarrowOptions, Widen
+from petra.models.narrow import Anchors, NarrowBranch, NarrowOptions, Widen, starts_of
 from petra.reversible import TwoFunctionCoupling
 from petra.specs import Streams
 
@@ -41,8 +41,8 @@ class TokenStem(nn.Module):
         dropout: Dropout probability of the embedding.
         learned: Whether to add a learned position embedding.
         copies: Number of streams (B, T, D), all equal to the embedding.
-        delimiter: Token with which a document begins. With it, the last stream (B, T) is 1 where a document begins and 0
-            elsewhere.
+        delimiter: Token with which a document begins. With it, a side tensor (B, T) follows the streams, which tells where
+            documents begin.
         std: Standard deviation of the initial embeddings.
 
     Attributes:
@@ -73,7 +73,7 @@ class TokenStem(nn.Module):
             x = x + self.positions[self.first : last]
         x = self.dropout(x)
         streams = (x,) * self.copies
-        return streams if self.delimiter is None else (*streams, (tokens == self.delimiter).to(x.dtype))
+        return *streams, *starts_of(tokens, self.delimiter)
 
 
 class NarrowStem(TokenStem):

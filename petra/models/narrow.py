@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from petra.models.attention import LayerOptions
+from petra.quantization import hash_bits
 from petra.specs import Streams
 
 _ROWS = 1024
@@ -108,7 +109,7 @@ class NarrowBranch(nn.Module):
 
     def forward(self, z: Tensor, tokens: Tensor) -> Tensor:
         """Return what is added to a stream (B, T, s)."""
-        y: Tensor = self.branch(self.read(z, tokens), *starts_of(tokens, self.delimiter, z.dtype))
+        y: Tensor = self.branch(self.read(z, tokens), *starts_of(tokens, self.delimiter))
         return y
 
 
@@ -126,12 +127,12 @@ class Widen(nn.Module):
     def forward(self, *streams: Tensor) -> Streams:
         *narrow, tokens = streams
         wide = [read(z, tokens) for read, z in zip(self.reads, narrow, strict=True)]
-        return *wide, *starts_of(tokens, self.delimiter, wide[0].dtype)
+        return *wide, *starts_of(tokens, self.delimiter)
 
 
-def starts_of(tokens: Tensor, delimiter: int | None, dtype: torch.dtype) -> Streams:
-    """Return 1 where a document begins and 0 elsewhere, or nothing without a delimiter."""
-    return () if delimiter is None else ((tokens == delimiter).to(dtype),)
+def starts_of(tokens: Tensor, delimiter: int | None) -> Streams:
+    """Return whether a document begins at each position, or nothing without a delimiter."""
+    return () if delimiter is None else (tokens == delimiter,)
 
 
 _TABLES: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
@@ -144,17 +145,9 @@ def _table(form: NarrowOptions, device: torch.device, dtype: torch.dtype) -> Ten
         return torch.empty(shape, dtype=dtype, device=device)
     if (found := _TABLES.get(key)) is None:
         with torch.device("cpu"):
-            found, seed = torch.empty(shape), _hash(torch.tensor([form.seed & 0xFFFFFFFF]) ^ (form.seed >> 32))
+            found, seed = torch.empty(shape), hash_bits(torch.tensor([form.seed & 0xFFFFFFFF]) ^ (form.seed >> 32))
             for tokens in torch.arange(shape[0]).split(_ROWS):  # type: ignore[no-untyped-call]
-                bits = _hash(_hash(tokens[:, None] ^ seed) + torch.arange(shape[1]))
+                bits = hash_bits(hash_bits(tokens[:, None] ^ seed) + torch.arange(shape[1]))
                 found[tokens[0] : tokens[-1] + 1] = ((bits >> 8).float() * 2**-24 - 0.5) * (12**0.5 * form.std)
         found = _TABLES[key] = found.to(device, dtype)
     return found
-
-
-def _hash(x: Tensor) -> Tensor:
-    """Return well-mixed integers of 32 bits for integers (Wellons 2018, "Prospecting for hash functions", lowbias32), as int64."""
-    x = x & 0xFFFFFFFF
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF  # a product that overflows has the right lower bits
-    return x ^ (x >> 16)

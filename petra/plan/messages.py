@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from petra.message_formats import MESSAGE_FORMATS
 from petra.method import Keep
 from petra.settings import Numerics
-from petra.specs import MessageSpec, PackedPart, TensorSpec, is_side
+from petra.specs import MessageSpec, PackedPart, TensorSpec, format_of, is_side
 
 
 class Boundary(NamedTuple):
@@ -66,8 +65,11 @@ def boundary(outputs: Sequence[TensorSpec], keep: Keep, numerics: Numerics, metr
         )
         for spec in outputs
     )
-    both = numerics.message_format is None or MESSAGE_FORMATS[numerics.message_format].both_directions
-    back = tuple(spec if both else replace(spec, message_format=None) for spec in streams if not is_side(spec))
+    x, delta = numerics.message_format, numerics.gradient_format
+    if delta is None:  # x̃ and δ travel alike
+        x = delta = x if x is not None and format_of(x).both_directions else None
+    own = [spec for spec in streams if not is_side(spec)]
+    returned, back = (tuple(replace(spec, message_format=form) for spec in own) for form in (x, delta))
     report = TensorSpec((2 + metrics,), torch.float64)
-    back = back if trained else ()
-    return Boundary((streams,), (back if returns_activations(keep) else (), back, (report,)))
+    returned, back = (returned, back) if trained else ((), ())
+    return Boundary((streams,), (returned if returns_activations(keep) else (), back, (report,)))

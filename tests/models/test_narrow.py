@@ -64,7 +64,7 @@ def test_a_branch_reads_anchor_and_lifted_stream() -> None:
     assert isinstance(branch, NarrowBranch)
     z, tokens = torch.randn(1, LENGTH, STREAM, dtype=torch.float64), torch.arange(LENGTH)[None] % 5
     wide = branch.read.anchors.table[tokens] + z @ branch.read.lift.weight.T
-    starts = (tokens == 0).double()
+    starts = tokens == 0
     torch.testing.assert_close(branch(z, tokens), branch.branch(wide, starts))
     assert not torch.allclose(branch(z, tokens), branch(z, tokens.clamp(max=3)))
     gram = branch.read.lift.weight.T @ branch.read.lift.weight

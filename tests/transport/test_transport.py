@@ -12,7 +12,7 @@ from torch import Tensor
 from petra import Keep, ModelError, Numerics
 from petra.cost_model.costs import count_blocks, pipeline_costs
 from petra.errors import CommunicationError
-from petra.message_formats import MESSAGE_FORMATS, MessageFormat, Shape
+from petra.message_formats import MESSAGE_FORMATS, Form, MessageFormat, Shape
 from petra.plan.messages import Boundary, boundary
 from petra.plan.timetable import Op, Step
 from petra.specs import TensorSpec
@@ -110,9 +110,9 @@ class Float8(MessageFormat):
         scale = torch.stack([t.abs().max() for t in tensors]).max() / 448
         return [*(t / scale for t in tensors), scale]
 
-    def unpack(self, pieces: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> Sequence[Tensor]:
+    def unpack(self, pieces: Sequence[Tensor], forms: Sequence[Form]) -> Sequence[Tensor]:
         *elements, scale = pieces
-        return [e.to(dtype) * scale for e, dtype in zip(elements, dtypes, strict=True)]
+        return [e.to(dtype) * scale for e, (_, dtype) in zip(elements, forms, strict=True)]
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
