@@ -1,8 +1,8 @@
 """The table and the figure, from records: ``python -m benchmarks.links.figures RECORDS [RECORDS ...] [--out PICTURE]``.
 
-RECORDS are folders or files of ``benchmarks.links``, and of ``benchmarks.staleness`` for the cells of full streams. A row compares a
-cell with full streams in float32, PETRA and x̃ sent, of as many parameters and the same staleness, seed by seed. PICTURE shows the bits
-per byte above these against the bytes per token in the busier direction of a boundary.
+RECORDS are folders or files of ``benchmarks.links``, and of ``benchmarks.staleness`` for the cells of full streams. A row compares
+a cell with PETRA's full streams in float32 and x̃ sent, of as many parameters and the same staleness, seed by seed. PICTURE shows the
+bits per byte above these against the bytes per token in the busier direction of a boundary.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ def points(records: Records) -> list[Point]:
             continue
         sent, all_sent = bytes_per_token(cell), bytes_per_token(cell.baseline)
         bits, above, ratio = (statistics.fmean(values) for values in zip(*((a, a - b, a / b) for a, b in pairs), strict=True))
-        rate, searched = final_runs([*records[cell.name]])[0]["rate"], len(final_runs([*records[cell.name]])) < len(records[cell.name])
+        rate, searched = (
+            final_runs([*records[cell.name]])[0]["rate"],
+            len(final_runs([*records[cell.name]])) < len(records[cell.name]),
+        )
         interval = difference(own, base)
         half = None if interval is None else interval[1]
         less = max(all_sent) / max(sent)
