@@ -1,8 +1,8 @@
 """The table and the figure, from records: ``python -m benchmarks.links.figures RECORDS [RECORDS ...] [--out PICTURE]``.
 
 RECORDS are folders or files of ``benchmarks.links``, and of ``benchmarks.staleness`` for the cells of full streams. A row compares
-a cell with PETRA's full streams in float32 and x̃ sent, of as many parameters and the same staleness, seed by seed. PICTURE shows the
-bits per byte above these against the bytes per token in the busier direction of a boundary.
+a cell with PETRA's full streams in float32 and x̃ sent, of as many parameters and the same staleness, seed by seed. PICTURE shows
+the bits per byte above these against the bytes per token in the busier direction of a boundary.
 """
 
 from __future__ import annotations
