@@ -19,7 +19,7 @@ from transformers import TrainingArguments, get_scheduler
 from petra.errors import PetraError, located, require
 
 ARGUMENTS = {
-    "output_dir|do_.*|resume_from_checkpoint|log.*|disable_tqdm|report_to|run_name|project|eval_.*|metric_for_best_model|"
+    "output_dir|do_.*|resume_from_checkpoint|log(?!ging_nan).*|disable_tqdm|report_to|run_name|project|eval_.*|metric_for_best_model|"
     "greater_is_better|save_.*|load_best_model_at_end|ignore_data_skip|restore_callback_states_from_checkpoint|"
     "include_num_input_tokens_seen|include_for_metrics|prediction_loss_only|label_names|remove_unused_columns|length_column_name|"
     "train_sampling_strategy|accelerator_config|dataloader_.*|num_train_epochs|max_steps|learning_rate|lr_.*|warmup_.*|"
@@ -30,6 +30,7 @@ ARGUMENTS = {
     "max_grad_norm": "as in `Trainer` with methods that flush; of each stage with others",
     "bf16": "blocks compute under autocast; messages and weights keep their type",
     "activation_checkpointing(_kwargs)?|gradient_checkpointing(_kwargs)?": "blocks store their input (`method.keep=input`)",
+    "logging_nan_inf_filter": "no effect: a loss or gradient that is not finite ends the run in an error",
     "average_tokens_across_devices": "as in `Trainer`, over replicas",
     "ddp_.*|local_rank|torch_empty_cache_steps": "no effect",
 }

@@ -21,7 +21,7 @@ from transformers.trainer_utils import has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.extension import Extension
-from petra.errors import ConfigError, require
+from petra.errors import ConfigError, ModelError, require
 from petra.huggingface.arguments import check_arguments
 from petra.huggingface.blocks import split
 from petra.huggingface.evaluation import Evaluating
@@ -105,6 +105,8 @@ class PetraTrainer(Evaluating):
         self._stages = processes if stages is None else stages
         self._max_length, self._loss_rows, self._extensions = max_length, loss_rows, extensions
         base = base_of(self.model)
+        empty = next((name for name, p in base.named_parameters() if p.is_meta), None)
+        require(empty is None, "model", "weights (from_pretrained maps those of a folder)", f"none in {empty}", ModelError)
         report_untied(untie(base))
         split(base, FIELDS[:1], None)  # refuses other classes
         self._pipeline: Pipeline | None = None

@@ -397,4 +397,6 @@ def test_settings_that_would_fail_later_are_refused_before_training(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"model.generation_config: .*`temperature` is set to `0.3`"):
         PetraTrainer(unsavable, args, train_dataset=rows(16)).train()
     dynamic = tiny(LLAMA, torch.float32, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(PetraError, match=r"model: expected weights .*, got none in model.embed_tokens.weight"):
+        PetraTrainer(llama().to("meta"), arguments(tmp_path), train_dataset=rows(16))
     refused(dynamic, tmp_path, "rope_type: expected one whose tables depend on positions only, .*, got dynamic")
