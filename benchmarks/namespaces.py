@@ -112,6 +112,7 @@ def _link(number: int, a: tuple[str, str], b: tuple[str, str], shape: Shape) -> 
 
 def carry(source: int, target: int, direction: Direction) -> None:
     """Carry packets from one device to the other. Never return."""
+    os.nice(-5)  # packets should not wait for processes that compute
     os.set_blocking(source, False)
     waiting: deque[tuple[float, bytes]] = deque()
     while True:

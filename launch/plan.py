@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from petra.cost_model.autotune import Tuned, search_within, tune
@@ -23,8 +24,10 @@ from petra.cost_model.event_graph import PREDICTED, ZB_H1
 from petra.cost_model.keeps import BlockMemory, tune_keeps
 from petra.cost_model.machines import Link, Machines
 from petra.cost_model.memory import PredictedMemory
+from petra.cost_model.replicas import seconds_per_update, sum_bytes
 from petra.cost_model.simulator import Prediction, predict
 from petra.cost_model.stage_memory import Known
+from petra.engine.options.outer_step import OuterStep
 from petra.errors import ConfigError, PetraError, require, within
 from petra.method import METHODS, Keep, Method
 from petra.plan.transport import simulated_transport
@@ -155,12 +158,14 @@ def predict_method(
     memories: Callable[[Method, Tuned], list[PredictedMemory]] | None = None,
     tune_delay: bool = False,
     stored: Sequence[BlockMemory] | None = None,
+    sums: Callable[[Tuned, float], list[float]] | None = None,
 ) -> Candidate:
     """Partition the blocks over the machines for a method, and predict its steady state.
 
     Args:
         memories: Predicts the memory of each stage. Without it, the memory of the devices is no limit.
         stored: Bytes of each block, if what it stores is to be chosen. Needs ``memories``.
+        sums: Seconds that an update of each stage waits for sums over replicas, given the period without them.
 
     Raises:
         ConfigError: If no partition fits the memory of the devices, or if the method does not fit k.
@@ -174,7 +179,11 @@ def predict_method(
     else:
         tuned, memory = search_within(devices, partial(tune, blocks, method, k, count, **rules), own, "memory", "device")
     method = replace(method, delay=tuned.delay)
-    found = predict(tuned.costs, method, k, link=links, transport=simulated_transport(transport, method.boundary_delays(count - 1)))
+    rules = {"link": links, "transport": simulated_transport(transport, method.boundary_delays(count - 1))}
+    found = predict(tuned.costs, method, k, **rules)
+    if sums is not None:
+        waits = zip(tuned.costs, sums(tuned, found.period), strict=True)
+        found = predict([replace(cost, update=cost.update + wait) for cost, wait in waits], method, k, **rules)
     messages = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     messages += [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
@@ -233,12 +242,13 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     lines = [
         f"{model.name}: {len(setup.plan.layout.profiles)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
         f"microbatches of {setup.plan.inputs}, k = {config.k}, {count} of {len(machines.devices)} devices"
-        f"{f' in each of {config.dp} replicas, whose all-reduces are not counted' if config.dp > 1 else ''}",
+        f"{f' in each of {config.dp} replicas' if config.dp > 1 else ''}",
         _assumptions(options, config),
         "",
     ]
     if rows:
         lines.append(table(HEADER, [row.cells(samples, task) for row in rows], aligned=True))
+        lines += [_shown_sums(setup, rows[0])] if config.dp > 1 else []
         lines += [NOT_TRAINED] * any(not row.memory for row in rows)
         lines += [] if task is None else [f"loss above exact: measured on {TASKS[task].what} ({PAGE})"]
     chosen = recommend(rows)
@@ -274,6 +284,7 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
         list[str](),
         partial(stage_memories, setup, known, device_type="cuda" if on_gpus else setup.device.type),
     )
+    sums = partial(_waits, setup, machines.connections[0].forward) if config.dp > 1 and machines.connections else None
     usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, KEEP_AUTO, AUTO_DELAY]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
     changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in ("auto", getattr(usual, k, v))]
@@ -284,13 +295,33 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
     for done, method in enumerate(methods, 1):
         show_progress(f"{method.name}: method {done} of {len(methods)}")
         memories, tune_delay = None if method is ZB_H1 else predicted, method in (KEEP_AUTO, AUTO_DELAY, last)
-        predict_own = partial(predict_method, memories=memories, tune_delay=tune_delay)
+        predict_own = partial(predict_method, memories=memories, tune_delay=tune_delay, sums=sums)
         try:
             stored = block_memories(setup, known, method) if method is KEEP_AUTO else None
             rows.append(predict_own(blocks, method, config.k, machines, transport, stored=stored))
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
     return sorted(rows, key=lambda row: row.prediction.period), refused
+
+
+def _waits(setup: Setup, link: Link, tuned: Tuned, period: float) -> list[float]:
+    """Return the seconds that an update of each stage waits for sums over replicas, given the period without them."""
+    profiles, outer, k = iter(setup.plan.layout.profiles), _outer(setup), setup.plan.k
+    sizes = [sum(profile.parameters for profile in islice(profiles, count)) for count in tuned.stages]
+    return [seconds_per_update(size, setup.config.dp, link, outer, k * period) for size in sizes]
+
+
+def _outer(setup: Setup) -> OuterStep:
+    """Return the outer steps of replicas; every 0 updates if these sum their gradients."""
+    return next((each for each in setup.recipe().extensions if isinstance(each, OuterStep)), OuterStep())
+
+
+def _shown_sums(setup: Setup, row: Candidate) -> str:
+    """Return a line about what replicas send."""
+    profiles, outer, dp = iter(setup.plan.layout.profiles), _outer(setup), setup.config.dp
+    size = max(sum(profile.parameters for profile in islice(profiles, count)) for count in row.tuned.stages)
+    when = "at every update" if not outer.every else f"in every {outer.every} updates, {outer.overlap} of which it may take"
+    return f"replicas: with {row.method.name}, a stage sends up to {sum_bytes(size, dp, outer) / 1e6:.4g} MB for a sum, {when}"
 
 
 def with_expected(setup: Setup, rows: Sequence[Candidate]) -> tuple[list[Candidate], str | None]:
