@@ -11,6 +11,7 @@ import fcntl
 import multiprocessing
 import os
 import select
+import shutil
 import struct
 import subprocess
 import time
@@ -61,15 +62,20 @@ class Direction:
 
 
 @contextmanager
-def shaped_network(count: int, pairs: Sequence[tuple[int, int]], shape: Shape) -> Iterator[tuple[list[str], str]]:
+def shaped_network(
+    count: int, pairs: Sequence[tuple[int, int]], shape: Shape, name: str = "petra-slow"
+) -> Iterator[tuple[list[str], str]]:
     """Create hosts with shaped links between some pairs. Remove all of it at the end.
+
+    Args:
+        name: Beginning of the names of hosts. Networks of equal names wait for one another.
 
     Yields:
         The names of the hosts, which are their namespaces, and the address of the first one.
     """
-    addresses = {f"petra-slow{i}": f"10.97.0.{i + 1}" for i in range(count)}
+    addresses = {f"{name}{i}": f"10.97.0.{i + 1}" for i in range(count)}
     hosts, carriers = [*addresses], list[multiprocessing.context.ForkProcess]()
-    with network("petra-slow", addresses):
+    with network(name, addresses):
         try:
             for host in hosts:
                 for setting in BUFFERS:
@@ -92,15 +98,15 @@ def _set(host: str, setting: str) -> None:
 def _link(number: int, a: tuple[str, str], b: tuple[str, str], shape: Shape) -> list[multiprocessing.context.ForkProcess]:
     """Join two hosts, given by name and address, and return the processes that carry the packets of both directions."""
     ends = []
-    for side, (host, _) in enumerate((a, b)):
-        name = f"slow{number}-{side}"
+    for host, _ in (a, b):
+        name = f"{host[-6:]}-{number}"
         end = os.open("/dev/net/tun", os.O_RDWR)
         fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
         run(f"ip link set {name} netns {host}")
         run(f"ip -n {host} link set {name} mtu {MTU} up")
         ends.append(end)
-    for side, (own, other) in enumerate(((a, b), (b, a))):
-        run(f"ip -n {own[0]} route add {other[1]}/32 dev slow{number}-{side} src {own[1]}")
+    for own, other in ((a, b), (b, a)):
+        run(f"ip -n {own[0]} route add {other[1]}/32 dev {own[0][-6:]}-{number} src {own[1]}")
     context = multiprocessing.get_context("fork")
     carriers = [context.Process(target=carry, args=(ends[i], ends[1 - i], Direction(shape)), daemon=True) for i in (0, 1)]
     for carrier in carriers:
@@ -126,3 +132,17 @@ def carry(source: int, target: int, direction: Direction) -> None:
         due = direction.arrival(len(packet), time.monotonic())
         if due is not None:
             waiting.append((due, packet))
+
+
+def missing() -> str:
+    """Return what this machine lacks for :func:`shaped_network`; nothing if it can be used."""
+    if os.geteuid() != 0:
+        return "root"
+    if shutil.which("ip") is None:
+        return "iproute2"
+    name = "petra-slow-probe"
+    made = subprocess.run(["ip", "netns", "add", name], stderr=subprocess.DEVNULL).returncode == 0
+    subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL)
+    if not made:
+        return "network namespaces"
+    return "" if os.access("/dev/net/tun", os.R_OK | os.W_OK) else "/dev/net/tun"
