@@ -107,13 +107,13 @@ class CheckedFunction:
 
 
 def samples(streams: Streams) -> Samples:
-    """Return some entries of each stream and the sums of its rows, divided by the roots of their lengths, in float64."""
+    """Return some entries of each stream, and the sums of up to 64 parts divided by the roots of their sizes, in float64."""
     found = []
     for stream in streams:
-        rows = [row.flatten() for row in torch.split(stream.detach(), 1)]
+        parts = [part.flatten() for part in torch.split(stream.detach(), max(1, -(-len(stream) // 64)))]
         step = max(1, stream.numel() // 1024)
-        entries = torch.cat([row[::step] for row in rows]).double()
-        found.append((entries, torch.stack([row.sum(dtype=torch.float64) for row in rows]) / max(1, rows[0].numel()) ** 0.5))
+        entries = torch.cat([part[::step] for part in parts]).double()
+        found.append((entries, torch.stack([part.sum(dtype=torch.float64) / max(1, part.numel()) ** 0.5 for part in parts])))
     return found
 
 

@@ -1,5 +1,6 @@
 """Memory that a GPU will reach, against sizes counted by hand, and against the bytes that live while the engine trains."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from petra.engine.recipe import Recipe
 from petra.model import _profile_block
 from petra.models import MODELS
 from petra.plan import make_plan
+from petra.reversible import Coupling
 from petra.staleness import remedies
 from petra.training import OPTIMIZERS
+from tests.engine.test_any_block import Halves
 from tests.support.nets import mixed_net
 from tests.support.processes import run_processes
 
@@ -142,6 +145,29 @@ def peaks(
 def test_peak_is_that_of_the_engine(method: str, stages: int, wire: str | None) -> None:
     measured, predicted = peaks(method, stages, wire)
     assert measured <= predicted <= 1.09 * measured
+
+
+@pytest.mark.parametrize(("rows", "width", "layers"), [(4, 512, 1), (4, 256, 3), (8192, 16, 2)])
+def test_the_check_of_an_inverse_needs_the_memory_of_a_backward_pass_and_an_input(rows: int, width: int, layers: int) -> None:
+    """Where weights dominate, and where activations do. The first microbatch is checked, the second one is not."""
+
+    class Rows:
+        def inputs(self, m: int) -> torch.Tensor:
+            return torch.randn(rows, 2 * width)
+
+        def targets(self, m: int) -> torch.Tensor:
+            return torch.zeros(rows, dtype=torch.int64)
+
+    f = nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.Tanh())))
+    modules = {"c0": Coupling(f), "c1": Coupling(copy.deepcopy(f)), "merge": Halves(), "head": nn.Linear(2 * width, 3)}
+    model, recipe = Model.of("mine", {"split": Halves(), **modules}), Recipe(OPTIMIZERS["sgd"], lambda m: 0.1)
+    pipeline, most = Pipeline(model, TensorSpec((rows, 2 * width), torch.float32), recipe, method="reversible", k=4), []
+    for _ in range(2):
+        with LiveBytes() as live:
+            pipeline.train(Rows(), 1)
+        most.append(live.most)
+    one_input, samples = 4 * rows * 2 * width, 2**16 * len(model.blocks)
+    assert most[0] <= most[1] + one_input + samples
 
 
 def test_graphs_under_autocast_refer_to_parameters() -> None:
