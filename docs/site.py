@@ -49,17 +49,21 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if group := re.match(r"\| \*\*(.+?)\*\* \|", line):
             groups[group[1]] = []
         elif line.startswith("| ["):
-            [*groups.values()][-1] += [page_of(page) for page in re.findall(r"\]\((.+?)\)", line)]
+            [*groups.values()][-1] += linked(line, Path("docs"))
+    evidence = (ROOT / "docs" / "evidence" / "README.md").read_text(encoding="utf-8")
+    groups["Evidence"] += [
+        page for line in evidence.splitlines() if line.startswith("| [") for page in linked(line, Path("docs/evidence"))
+    ]
     groups["API reference"] = ["api.md", *(f"api/{module}.md" for module in API)]
     groups["Development"] = groups.pop("Development")
     config.nav = ["index.md", "pages.md", *({name: pages} for name, pages in groups.items())]
     return config
 
 
-def page_of(target: str) -> str:
-    """Return the page of the site for a link in docs/README.md."""
-    path = os.path.normpath(Path("docs") / target)
-    return PAGES.get(path, path.removeprefix("docs/"))
+def linked(line: str, folder: Path) -> list[str]:
+    """Return the pages of the site for the links of a line in a page of a folder."""
+    paths = [os.path.normpath(folder / target) for target in re.findall(r"\]\((.+?)\)", line)]
+    return [PAGES.get(path, path.removeprefix("docs/")) for path in paths]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -124,6 +128,10 @@ def relinked(markdown: str, folder: Path, shown: Path) -> str:
     return re.sub(r"\]\((?!\w+:)([^)#\s]+)", link, markdown)
 
 
+HIDDEN = ("__reduce_ex__",)
+"""Members that no user calls by name."""
+
+
 class Docstrings(griffe.Extension):
     """Rewrite docstrings for mkdocstrings."""
 
@@ -140,6 +148,8 @@ class Docstrings(griffe.Extension):
 
 def rewrite(found: griffe.Object) -> None:
     """Rewrite the docstrings of an object and of all objects in it."""
+    if found.name in HIDDEN:
+        found.docstring = None
     if found.docstring is not None:
         text = re.sub(r":(?:class|func|meth|data|mod|attr):(`[^`]+`)", r"\1", found.docstring.value)
         text = re.sub(r" ?::$", ":", text, flags=re.MULTILINE)  # an indented block follows, which Markdown shows as code

@@ -124,12 +124,12 @@ class Candidate:
         return (
             self.method.name,
             "–".join(map(str, sorted({min(delays), max(delays)}))) if delays else "–",
-            f"{samples / self.prediction.period:.4g}",
+            plain(samples / self.prediction.period),
             f"{sum(bubble) / len(bubble):.0%}",
             f"{self.staleness:.3g}",
             above if self.staleness else "0",
             f"{max(found.total for found in self.memory) / 1e9:.3g}" if self.memory else "–",
-            f"{self.traffic / 1e6:.4g}",
+            plain(self.traffic / 1e6),
             f"{self.link_use:.0%}",
         )
 
@@ -345,6 +345,11 @@ def _samples(setup: Setup) -> float | None:
         return None
     batches = limited(train.batches_per_epoch, config.trainer.limit_batches) * config.trainer.epochs * config.dp
     return float(batches * config.data.batch_size * (config.data.size if setup.unit == "tokens" else 1))
+
+
+def plain(value: float) -> str:
+    """Return a number with four digits, or all before the point."""
+    return f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 
 def _command(settings: Sequence[str], processes: int, per_machine: int) -> str:

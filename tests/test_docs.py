@@ -30,6 +30,7 @@ import petra
 from benchmarks.records import RECORDS
 from docs import schedules
 from docs.reference import page
+from docs.words import GENERATED, LIMITS, counted
 from examples.own_model import Patches, branch
 from launch.cli import take_processes
 from launch.config.compose import compose_overrides
@@ -52,7 +53,20 @@ COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|doc
 TRAINS = ("launch.train", "launch.node", "benchmarks.nodes")
 GROUPS = "model|data|method|remedy|optim|schedule|trainer|checkpoint|cluster|logger|experiment"
 KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|resume_change|init_from|init_skip|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
-OTHERS = {"apptainer", "enroot", "petra", "docker", "kubectl", "sbatch", "srun", "apt-get", "pytest", ".", "docker/two_nodes.sh"}
+OTHERS = {
+    "apptainer",
+    "enroot",
+    "git",
+    "petra",
+    "docker",
+    "kubectl",
+    "sbatch",
+    "srun",
+    "apt-get",
+    "pytest",
+    ".",
+    "docker/two_nodes.sh",
+}
 """Programs that aren't run; what their command lines name is checked all the same."""
 SHORTER = {
     "training_script.md": {
@@ -60,12 +74,6 @@ SHORTER = {
         "digits.target": "digits.target[:96]",
         "1440": "64",
         "width=0.25": "width=0.0625",
-    },
-    "README.md": {
-        "width=0.25": "width=0.0625",
-        "range(1, 7)": "range(1)",
-        "train.batches_per_epoch), p": "2), p",
-        "test.batches)": "1)",
     },
 }
 """What stands in a page's snippets in place of their own sizes, when they run here."""
@@ -252,6 +260,22 @@ def test_quoted_outcomes_of_training_are_those_of_records() -> None:
         assert {*re.findall(r"(?<![\d.])(?:\d\d\.\d\d(?= %| ±)|[1-9]\.\d{4}(?!\d))", text)} <= known, path
 
 
+def test_other_pages_quote_at_most_three_outcomes_and_link_to_their_home() -> None:
+    for path in {*PAGES} - {*RECORDS.parent.glob("*.md"), *(ROOT / name for name in GENERATED)}:
+        text = FENCE.sub("", path.read_text(encoding="utf-8"))
+        quoted = re.findall(r"(?<![\d.])(?:\d\d\.\d\d(?= %)|[1-9]\.\d{4}(?!\d)|\d+\.\d+ ± \d+\.\d+)", text)
+        assert len(quoted) <= 3, f"{path}: {quoted}"
+        assert not quoted or "evidence/" in text, path
+
+
+def test_pages_are_as_short_as_promised() -> None:
+    words = counted()
+    assert {name: words[name] for name, limit in LIMITS.items() if words[name] > limit} == {}
+    for path in (RECORDS.parent).glob("*.md"):
+        name = path.relative_to(ROOT).as_posix()
+        assert name not in words or words[name] <= LIMITS["evidence page"], name
+
+
 def anchors(page: Path) -> set[str]:
     """Of the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
@@ -275,9 +299,9 @@ def test_links_and_names_of_files_lead_somewhere(path: Path) -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = ROOT / "docs" / "README.md"
-    linked = {(index.parent / target).resolve() for target in re.findall(r"\]\(([\w./]+\.md)\)", index.read_text())}
-    assert linked == {*PAGES} - {index, ROOT / "README.md"}
+    indices = (ROOT / "docs" / "README.md", RECORDS.parent / "README.md")
+    links = ((index.parent, target) for index in indices for target in re.findall(r"\]\(([\w./]+\.md)\)", index.read_text()))
+    assert {(folder / target).resolve() for folder, target in links} == {*PAGES} - {indices[0], ROOT / "README.md"}
 
 
 def test_the_configuration_page_is_up_to_date() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from .folder import CONFIG, best_accuracy, epochs_in, gradients_in, summary_in, 
 
 REPORT = "report.html"
 SPEED = "_per_second"
+PLANNED = ("staleness", "in_flight")
+"""Quantities of stages that are known before a run."""
 MOST_POINTS = 400
 """Points of a line in a diagram. Of longer lines, every n-th point is drawn."""
 Row = Mapping[str, Any]
@@ -90,26 +93,42 @@ def evaluated_text(config: Config, batches: int, available: int) -> str:
 
 def _panels(folder: Path, rows: Sequence[Row], summary: Row) -> dict[str, list[Panel]]:
     """Return the diagrams of each section of the page."""
-    stages: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for row in rows:
-        for key in (key for key in row if key.startswith("stage/")):
-            _, stage, kind = key.split("/")
-            stages.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], row[key]))
     peaks, compared = summary.get("peak_memory_bytes", ()), gradients_in(folder)
-    curves = curve_panels({"": rows}, {"": updates_in(folder)})
+    other = []
     for key in (key for key in rows[-1] if key == "learning_rate" or key.endswith(SPEED)):
         label = key.replace(SPEED, "/s").replace("_", " ")
-        curves.append(Panel("epoch", label, {label: [(row["epoch"], row[key]) for row in rows if key in row]}))
+        other.append(Panel("epoch", label, {label: [(row["epoch"], row[key]) for row in rows if key in row]}))
     peak = {"peak memory": [(process, size / 1e6) for process, size in enumerate(peaks)]}
     return {
-        "curves": curves,
-        "stages": [Panel("epoch", kind.replace("_", " "), lines) for kind, lines in stages.items()],
+        "curves": curve_panels({"": rows}, {"": updates_in(folder)}),
+        "other": other if len(rows) > 1 else [],
+        "stages": [*_stage_panels(rows)],
         "memory": [Panel("process", "peak memory of the process, MB", peak, bars=True)] if len(peaks) > 1 else [],
         "gradients": gradient_panels(compared) if compared else [],
     }
 
 
+def _stage_panels(rows: Sequence[Row]) -> Iterator[Panel]:
+    """Yield a diagram for each quantity of stages that was measured and isn't 0 throughout: against the epoch, or with one against
+    the stage. Numbers of the plan are in the table of stages.
+    """
+    measured: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        for key in (key for key in row if key.startswith("stage/")):
+            _, stage, kind = key.split("/")
+            measured.setdefault(kind, {}).setdefault(f"stage {stage}", []).append((row["epoch"], row[key]))
+    for kind in (kind for kind in measured if kind not in PLANNED):
+        lines, label = measured[kind], kind.replace("_", " ")
+        if not any(value and isfinite(value) for points in lines.values() for _, value in points):
+            continue
+        if len(rows) > 1:
+            yield Panel("epoch", label, lines)
+        else:
+            bars = [(int(stage.split()[1]), points[0][1]) for stage, points in lines.items()]
+            yield Panel("stage", label, {label: bars}, bars=True)
+
+
 def _drawn(panel: Panel, section: str) -> str:
     """Return a diagram as an SVG element."""
     lines = {name: [*points[:: -(-len(points) // MOST_POINTS) or 1]] for name, points in panel.lines.items()}
-    return svg(grid([replace(panel, lines=lines)], columns=1, shaded=section in ("stages", "gradients")))
+    return svg(grid([replace(panel, lines=lines)], columns=1, shaded=section in ("stages", "gradients") and not panel.bars))

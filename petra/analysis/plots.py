@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import StringIO
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -33,6 +34,8 @@ TRAIN = {"linestyle": "--", "marker": "o", "markersize": 4, "markerfacecolor": "
 """Style of training curves."""
 FEW_EPOCHS = 5
 """Runs with fewer epochs show their training curve by updates if several runs share a figure."""
+FAR = 2.0
+"""Test losses above so many times the largest training loss lie beyond the axis."""
 LEGEND_ROWS = 14
 """Entries of a legend, for each row of diagrams, before it gets another column."""
 MOST_MARKERS = 60
@@ -69,6 +72,7 @@ class Panel:
         bars: Draw bars from 0 instead of lines.
         styles: Properties of lines by name, which replace the default ones.
         dashed: Points of dashed lines, each in the colour of the line with the same name.
+        top: Upper end of the y axis. Points above it are triangles at the edge, with their values.
     """
 
     xlabel: str
@@ -79,12 +83,14 @@ class Panel:
     bars: bool = False
     styles: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     dashed: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    top: float | None = None
 
 
 def curve_panels(runs: Mapping[str, History], updates: Mapping[str, History] | None = None) -> list[Panel]:
     """Return the diagrams of loss and accuracy (%) against the epoch, without those that no run records.
 
-    Test curves are solid, training curves dashed.
+    Test curves are solid, training curves dashed. The axis of the loss ends above the largest training loss if test losses are
+    far above it, as in the first epochs with batch norm, whose running statistics lag behind.
 
     Args:
         runs: History of each run by name.
@@ -108,8 +114,19 @@ def curve_panels(runs: Mapping[str, History], updates: Mapping[str, History] | N
                 styles[name] = {"color": train, "linewidth": 0.8, "alpha": 0.7, "marker": ""}
         shown = {name: points for name, points in lines.items() if points}
         if shown:
-            found.append(Panel("epoch", label, shown, styles=styles))
+            found.append(Panel("epoch", label, shown, styles=styles, top=_top(shown) if quantity == "loss" else None))
     return found
+
+
+def _top(lines: Mapping[str, Sequence[tuple[float, float]]]) -> float | None:
+    """Return the end of an axis that shows training losses and the test losses near them; None if all are."""
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for name, points in lines.items():
+        found[name.endswith("test")] += [y for _, y in points if isfinite(y)]
+    test, train = found[True], found[False]
+    if not train or max(test, default=0.0) <= FAR * max(train):
+        return None
+    return 1.05 * max([*train, *(y for y in test if y <= FAR * max(train))])
 
 
 @own_settings()
@@ -221,6 +238,8 @@ def _draw(axes: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
         if dashed := panel.dashed.get(name):
             axes.plot([x for x, _ in dashed], [y for _, y in dashed], "--", color=colour)
     axes.set_yscale(panel.scale, **({"linthresh": 1e-6} if panel.scale == "symlog" else {}))
+    if panel.top is not None:
+        _mark_beyond(axes, panel, panel.top, colours)
     if panel.powers:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -231,6 +250,17 @@ def _draw(axes: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
     axes.set_xlabel(panel.xlabel)
     axes.set_title(panel.ylabel, loc="left", fontsize=10)
     axes.grid(alpha=0.3)
+
+
+def _mark_beyond(axes: Any, panel: Panel, top: float, colours: Mapping[str, Any]) -> None:
+    """End the y axis at ``top``, and mark the points above it at the edge, with their values."""
+    low = min(y for points in panel.lines.values() for _, y in points if isfinite(y))
+    axes.set_ylim(low - 0.05 * (top - low), top)
+    for name, points in panel.lines.items():
+        for x, y in ((x, y) for x, y in points if y > top):
+            colour = panel.styles.get(name, {}).get("color", colours[name])
+            axes.plot([x], [top], "^", color=colour, markersize=6, clip_on=False)
+            axes.annotate(f"{y:.3g}", (x, top), (4, -4), textcoords="offset points", fontsize=8, va="top", color=colour)
 
 
 def _line_colours(count: int, *, shaded: bool = False) -> list[Any]:

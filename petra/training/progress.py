@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 
 from torch import Tensor
 from tqdm import tqdm
@@ -15,6 +16,8 @@ from petra.training.watchers import Means, Watcher
 
 class Lines(Watcher):
     """One line per epoch, and in long epochs a line every 30 seconds with the means over the current epoch so far, or a bar.
+
+    These also have the time that is left until the end of the run, at the speed of the epoch so far, without evaluations.
 
     Args:
         epochs: Number of epochs in the run.
@@ -46,7 +49,7 @@ class Lines(Watcher):
         self._means, self._learning_rate = Means(recipe), recipe.learning_rate or (lambda t: 0.0)
 
     def epoch_begin(self, epoch: int, start: int, done: int) -> None:
-        self.epoch, self.done, self._start = epoch, done, start
+        self.epoch, self.done, self._start, self._first = epoch, done, start, done
         self._means.reset()
         self._started = time.perf_counter()
         self._next = self._started + self.seconds
@@ -67,7 +70,10 @@ class Lines(Watcher):
             self._next = now + self.seconds
             targets, means = self._means.values()
             speed, rate = targets / (now - self._started), self._learning_rate(self._start + self.done)
-            text = f"{self._prefix}{means_text(means)}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}"
+            left = (self.epochs - self.epoch + 1) * self.microbatches - self.done
+            seconds = round(left * (now - self._started) / (self.done - self._first))
+            until = f"{timedelta(seconds=seconds)} left"
+            text = f"{self._prefix}{means_text(means)}, {speed:.0f} {self.unit}/s, learning rate {rate:.4g}, {until}"
             if self._bar is not None:
                 self._bar.n = self.done
                 self._bar.set_postfix_str(text)

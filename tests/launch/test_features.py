@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,14 @@ def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsy
     assert json.loads(capsys.readouterr().out)["images"] == 16
 
 
-ROWS = re.findall(r"\| `(experiment=[^`]*)` \|", (ROOT / "docs" / "experiments.md").read_text())
+def expanded(row: str) -> list[str]:
+    """Return the arguments of each run of a row, in which commas separate those of several."""
+    choices = [[f"{key}={value}" for value in values.split(",")] for key, values in (word.split("=") for word in row.split())]
+    return [" ".join(words) for words in product(*choices)]
+
+
+PAGE = (ROOT / "docs" / "experiments.md").read_text(encoding="utf-8")
+ROWS = [run for row in re.findall(r"\| `(experiment=[^`]*)` \|", PAGE) for run in expanded(row)]
 
 
 @pytest.mark.parametrize("row", ROWS)

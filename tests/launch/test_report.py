@@ -12,6 +12,7 @@ import pytest
 
 from launch.compare import main as compare
 from launch.report import main as report
+from petra.analysis.plots import curve_panels
 from petra.errors import Interrupted
 from petra.training import Trainer
 from tests.support import commands
@@ -71,6 +72,49 @@ def test_a_run_that_is_not_complete_has_a_report(tmp_path: Path) -> None:
     assert "a: &lt;/pre&gt;&lt;b&gt;" in text
     assert len(text) < 60_000, "of long lines, only some points are drawn"
     assert headings(text) == [tmp_path.name, "Curves"]
+
+
+def test_a_report_draws_what_was_measured_and_a_loss_far_above_the_others_does_not_flatten_the_curves(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"epoch": e, "microbatches": 8 * e, "train_loss": 2 / e, "train_accuracy": 0.3, "learning_rate": 0.1} for e in (1, 2, 3)
+    ]
+    for row, loss in zip(rows, (25.3, 1.9, 0.8), strict=True):
+        row |= {"test_loss": loss, "test_accuracy": 0.2, "stage/1/skipped_updates": 0.0, "stage/1/weight_drift": None}
+        row |= {"stage/1/gradient_norm": 0.5, "stage/1/staleness": 3.0}
+    assert drawn(tmp_path, rows) == {"cross entropy (nats)", "accuracy (%)", "learning rate", "gradient norm"}
+    assert "25.3" in labels(tmp_path)
+    assert curve_panels({"": rows})[0].top == pytest.approx(2.1)
+    assert curve_panels({"": rows[1:]})[0].top is None
+    rows[0]["train_loss"] = float("nan")
+    assert curve_panels({"": rows})[0].top == pytest.approx(1.05 * 1.9)
+
+
+def test_one_epoch_shows_stages_beside_each_other(tmp_path: Path) -> None:
+    stages = {f"stage/{j}/gradient_norm": 0.1 * j for j in (1, 2)}
+    row = {"epoch": 1, "microbatches": 8, "train_loss": 1.5, "test_loss": 1.25, "learning_rate": 0.1, **stages}
+    assert drawn(tmp_path, [row]) == {"cross entropy (nats)", "gradient norm"}
+    assert {"stage", "1", "2"} <= labels(tmp_path)
+
+
+def drawn(folder: Path, rows: list[dict[str, Any]]) -> set[str]:
+    """Titles of the diagrams of a run's report."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report([str(folder)])
+    titles = (
+        "cross entropy (nats)",
+        "accuracy (%)",
+        "learning rate",
+        "gradient norm",
+        "skipped updates",
+        "weight drift",
+        "staleness",
+    )
+    return labels(folder) & {*titles}
+
+
+def labels(folder: Path) -> set[str]:
+    """Texts in the diagrams of a run's report."""
+    return set(re.findall(r"<text[^>]*>([^<]*)</text>", (folder / "report.html").read_text(encoding="utf-8")))
 
 
 class Wandb(ModuleType):
