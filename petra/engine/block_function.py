@@ -50,12 +50,14 @@ class BlockFunction:
         parameters: Trained parameters by name.
         draws: Whether the block may draw random numbers, so that the generators are seeded for it. None: it has not done so in this
             run so far.
+        checked: Classes, modes and hooks of the block's modules when its passes were checked; None if they were not.
     """
 
     def __init__(self, module: nn.Module, seed: int, name: str | None = None) -> None:
         self.module, self.name, self._seed = module, name or type(module).__name__, seed
         self.parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.around: list[Around] = []
+        self.checked: object = None
         self._normalisations = normalisations(module)
         self._reversible = module if isinstance(module, ReversibleBlock) else None
         # Couplings seed the generators and check their functions themselves. Other reversible blocks may use the seed otherwise.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from petra.engine.block import BlockRunner, Stored, WrappedRunner
+from petra.engine.block import BlockRunner, WrappedRunner
 from petra.engine.stage import Stage
 from petra.engine.weights import WeightVersion
 from petra.engine.worker import Worker
@@ -29,12 +29,13 @@ Samples = list[tuple[Tensor, Tensor]]
 
 def unchecked(stage: Stage) -> Iterator[BlockRunner]:
     """Yield the runners of blocks that have not been checked, or that have changed since, and count them as checked."""
-    for runner in stage.runners:
+    for runner in stage.runners if stage.has_backward else ():
         while isinstance(runner, WrappedRunner):
             runner = runner.inner
-        found = [(type(m), m.training, module_hooks(m)) for m in runner.function.module.modules()]
-        if vars(runner).get("checked") != found and not isinstance(runner.function, CheckedFunction):  # or its check is pending
-            vars(runner)["checked"] = found
+        function = runner.function
+        found = [(type(m), m.training, module_hooks(m)) for m in function.module.modules()]
+        if function.checked != found and not isinstance(function, CheckedFunction):  # or its check is pending
+            function.checked = found
             yield runner
 
 
@@ -48,7 +49,7 @@ class CheckedFunction:
     def __init__(self, runner: BlockRunner, autocast: torch.dtype | None, warned: set[str]) -> None:
         self.runner, self.function, self._autocast, self.warned = runner, runner.function, autocast, warned
         self._m: int | None = None
-        vars(runner).update(function=self, with_graph=self.with_graph)
+        runner.function = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.function, name)
@@ -66,22 +67,17 @@ class CheckedFunction:
             types = [self._autocast, *(t.dtype for t in chain(x, y, self.parameters.values()))]
             self.eps = max(torch.finfo(kind).eps for kind in types if kind is not None and kind.is_floating_point)
             self._scale = max(entries.abs().max().item() for entries, _ in (*self.x, *self.y))
-        return y
-
-    def with_graph(self, m: int, x: Streams, version: WeightVersion | None) -> Stored:
-        """Evaluate the block: again in the backward pass, unless it keeps its graph."""
-        stored = type(self.runner).with_graph(self.runner, m, x, version)
-        if m == self._m:
-            self.end(stored.outputs, version)
-            off = self.difference(samples(stored.outputs), self.y)
+        if m == self._m and torch.is_grad_enabled():  # the backward pass differentiates this graph
+            self.end(y, version)
+            off = self.difference(samples(y), self.y)
             if version is self.version and off > self.eps**0.6:
                 expected = "the same output for the same input again (random numbers from torch's global generators, no state)"
                 raise invalid(self.name, expected, f"one that differs by {off:.1g} of its largest entry", ModelError)
-        return stored
+        return y
 
     def end(self, y: Streams, version: WeightVersion | None) -> None:
         """Stop checking, and check the graph of an output and the attributes of the block."""
-        self.restore()
+        self.runner.function = self.function
         own = [] if version is not None else self.parameters.values()
         for leaf in leaves_of(*y):
             if isinstance(leaf, nn.Parameter) and not any(leaf is p for p in own):
@@ -95,10 +91,6 @@ class CheckedFunction:
                         what = "from which no gradient comes back: only outputs carry gradients"
                         log.warning("%s: forward stores %s, %s", self.name, f"{key}.{attribute}".removeprefix("."), what)
                     self.warned.add(attribute)
-
-    def restore(self) -> None:
-        vars(self.runner).update(function=self.function)
-        vars(self.runner).pop("with_graph", None)
 
     def difference(self, found: Samples, expected: Samples) -> float:
         pairs = [(a, b) for own, other in zip(found, expected, strict=True) for a, b in zip(own, other, strict=True)]

@@ -25,6 +25,8 @@ class Stage:
         channels_last: Whether 4-d streams use the channels-last memory format.
     """
 
+    has_backward = True
+
     def __init__(
         self, runners: Sequence[BlockRunner], gradients: Accumulation, *, returns_input: bool = True, channels_last: bool = False
     ) -> None:

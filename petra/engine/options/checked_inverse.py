@@ -26,7 +26,7 @@ class CheckedInverse(CheckedFunction):
 
     def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         x, dx, gradients = self.function.inverse_vjp(m, y, dy, version)
-        self.restore()
+        self.runner.function = self.function
         buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         plain = self.runner.with_graph(m, x, version)
         self.end(plain.outputs, version)

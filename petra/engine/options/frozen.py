@@ -14,6 +14,8 @@ from petra.specs import Streams
 class ForwardStage(Stage):
     """Stage without a trained parameter in it or before it. It stores nothing, and receives and sends no gradient."""
 
+    has_backward = False
+
     def forward(self, m: int, x: Streams) -> Streams:
         """Run the forward pass of microbatch ``m`` and return the stage's output. Running statistics move once."""
         with torch.no_grad():
