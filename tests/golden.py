@@ -1,10 +1,10 @@
-"""Train short runs at another commit and in this work tree, and compare their final weights bit for bit.
+"""Train short runs at another commit and in this work tree, and compare their final weights, losses and metrics bit for bit.
 
 ``python -m tests.golden --against COMMIT [--folder DIR] [--only NAME ...]``
 
 Every method, transport, remedy and optimizer appears in at least one run, as do several values of k, replicas, resumed runs and
 most families of models. Runs are float32 on the CPU unless their name says otherwise. Both trees must run on the same machine: bits
-differ between processors. With ``--folder`` the weights of COMMIT are kept there and trained only once.
+differ between processors. With ``--folder`` the runs of COMMIT are kept there and trained only once.
 
 Each tree trains its own :data:`RUNS`, in the words that its configuration has. Runs are compared by their names, so a run keeps its
 name when a key is renamed. COMMIT has the option ``--train``; for an older one, use the file ``tests/golden.py`` that it has.
@@ -148,7 +148,7 @@ RUNS = (
 
 
 def main() -> None:
-    """Entry point: exit status 1 if any run's weights differ."""
+    """Entry point: exit status 1 if any run's weights, losses or metrics differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--against", metavar="COMMIT", help="the commit whose weights are the reference")
@@ -183,7 +183,7 @@ def main() -> None:
     for name, found in outcomes.items():
         if found != "equal":
             print(f"  {found}: {name}")
-    sys.exit("differs" in outcomes.values())
+    sys.exit(any(found.startswith("differs") for found in outcomes.values()))
 
 
 def checkout(commit: str, folder: Path) -> None:
@@ -252,12 +252,20 @@ def _python(tree: Path, arguments: Sequence[str]) -> str:
 
 
 def outcome(reference: Path, found: Path) -> str:
-    """Return ``equal`` or ``differs`` for the exported tensors of two runs, or ``gone`` or ``new`` if one tree lacks the run."""
+    """Return whether two runs are ``equal`` or what ``differs``, or ``gone`` or ``new`` if one tree lacks the run."""
     names = [sorted(path.name for path in folder.glob("*.pt")) for folder in (reference, found)]
     if not all(names):
         return "gone" if names[0] else "new" if names[1] else "in neither tree"
-    equal = names[0] == names[1] and all(_bits(reference / name) == _bits(found / name) for name in names[0])
-    return "equal" if equal else "differs"
+    if names[0] != names[1] or any(_bits(reference / name) != _bits(found / name) for name in names[0]):
+        return "differs"
+    lines = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (reference, found)]
+    same = len(lines[0]) == len(lines[1]) and all(map(_same_numbers, *lines))
+    return "equal" if same else "differs in metrics.jsonl"
+
+
+def _same_numbers(before: dict[str, object], now: dict[str, object]) -> bool:
+    """Return whether the losses and metrics of an epoch that both trees report are the same, or both NaN."""
+    return all(repr(before[key]) == repr(now[key]) for key in before.keys() & now.keys() if "second" not in key)
 
 
 def _bits(path: Path) -> dict[str, bytes]:
