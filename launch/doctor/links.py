@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.benchmark import Timer
 
 from petra.cost_model.machines import Connection, Device, Link, Machines, exchange_seconds
-from petra.distributed import all_gather_objects
+from petra.distributed import all_gather_objects, message_group
 from petra.errors import invalid
 from petra.plan.layout import processes_per_replica
 
@@ -39,25 +39,26 @@ def measure_links(device: torch.device, dp: int = 1) -> Links:
     pairs = [(rank, rank + 1) for rank in range(world - 1) if (rank + 1) % replica_size]
     pairs += [(rank, rank + replica_size) for rank in range(world - replica_size)]  # none without replicas
     found: Links = {}
+    group = message_group()
     for pair in pairs:
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
         if dist.get_rank() in pair:
-            found[pair] = _measure(pair, device)
+            found[pair] = _measure(pair, device, group)
     everywhere: list[Links] = all_gather_objects(found)
     return {pair: everywhere[pair[0]][pair] for pair in pairs}
 
 
-def _measure(pair: tuple[int, int], device: torch.device) -> Connection:
+def _measure(pair: tuple[int, int], device: torch.device, group: dist.ProcessGroup | None) -> Connection:
     """Measure one link, on both of its ranks."""
     left = dist.get_rank() == pair[0]
     peer = pair[left]
     small, large = (torch.zeros(size, dtype=torch.uint8, device=device) for size in (SMALL_MESSAGE, LARGE_MESSAGE))
     for message in (small, large):  # opens the connection
-        exchange_seconds(message, message, peer, sends_first=left)
-    latency = exchange_seconds(small, small, peer, sends_first=left, repeats=ROUND_TRIPS) / (2 * ROUND_TRIPS)
+        exchange_seconds(message, message, peer, group, sends_first=left)
+    latency = exchange_seconds(small, small, peer, group, sends_first=left, repeats=ROUND_TRIPS) / (2 * ROUND_TRIPS)
     # A small reply follows each large message, so that the message has arrived when the clock stops.
-    forward = exchange_seconds(large, small, peer, sends_first=left, repeats=MESSAGES)
-    backward = exchange_seconds(small, large, peer, sends_first=left, repeats=MESSAGES)
+    forward = exchange_seconds(large, small, peer, group, sends_first=left, repeats=MESSAGES)
+    backward = exchange_seconds(small, large, peer, group, sends_first=left, repeats=MESSAGES)
     return Connection(Link(MESSAGES * LARGE_MESSAGE / forward, latency), Link(MESSAGES * LARGE_MESSAGE / backward, latency))
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petra.distributed import message_group
 from petra.errors import require
 
 
@@ -110,11 +111,11 @@ def measure_link(device: torch.device | str = "cpu", rounds: int = 7, nbytes: in
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return INSTANT
-    rank, one_way = dist.get_rank(), [0.0, 0.0]
+    rank, one_way, group = dist.get_rank(), [0.0, 0.0], message_group()
     if rank < 2:
         for i, size in enumerate((1, nbytes)):
             buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-            times = [exchange_seconds(buffer, buffer, 1 - rank, sends_first=rank == 0) for _ in range(rounds + 1)]
+            times = [exchange_seconds(buffer, buffer, 1 - rank, group, sends_first=rank == 0) for _ in range(rounds + 1)]
             one_way[i] = min(times[1:]) / 2  # the first round trip opens the connection
     dist.broadcast_object_list(one_way, 0)
     latency, large = one_way
@@ -128,21 +129,25 @@ def synchronized_time(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def exchange_seconds(request: Tensor, answer: Tensor, peer: int, *, sends_first: bool, repeats: int = 1) -> float:
+def exchange_seconds(
+    request: Tensor, answer: Tensor, peer: int, group: dist.ProcessGroup | None, *, sends_first: bool, repeats: int = 1
+) -> float:
     """Exchange messages with ``peer``, one after the other, and return the total time in seconds.
 
     Args:
         request: Message of the rank that sends first, of any shape; a buffer of the same form on the other rank.
         answer: Message that the other rank returns, of any shape.
+        peer: The other rank.
+        group: Group for messages (:func:`petra.distributed.message_group`).
         sends_first: Whether this rank sends the request.
         repeats: Number of exchanges.
     """
     start = synchronized_time(request.device)
     for _ in range(repeats):
         if sends_first:
-            dist.send(request, peer)
-            dist.recv(answer, peer)
+            dist.send(request, peer, group)
+            dist.recv(answer, peer, group)
         else:
-            dist.recv(request, peer)
-            dist.send(answer, peer)
+            dist.recv(request, peer, group)
+            dist.send(answer, peer, group)
     return synchronized_time(request.device) - start

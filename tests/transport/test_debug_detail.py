@@ -7,10 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launch.doctor import links
+from launch.doctor.links import measure_links
 from petra import Runtime
+from petra.cost_model.machines import measure_link
 from petra.distributed import all_gather_objects
 from petra.training import export
 from tests.structure import ROOT
@@ -44,6 +48,19 @@ def gather(rank: int) -> list[int]:
     spec.loader.exec_module(optimizers := module_from_spec(spec))
     optimizers.gather_states(SimpleNamespace(param_groups=[]), SimpleNamespace(rank=rank, world=3, workers={}))
     return all_gather_objects(rank)
+
+
+def measure(rank: int) -> list[int]:
+    """Measure links, of which each rank has others, and then gather the ranks, with a collective."""
+    device, links.LARGE_MESSAGE = torch.device("cpu"), 1 << 10
+    assert measure_link(device, 2, 1 << 10).bandwidth > 0
+    assert [*measure_links(device)] == [(0, 1), (1, 2)]
+    return all_gather_objects(rank)
+
+
+@pytest.mark.processes
+def test_links_are_measured(tmp_path: Path) -> None:
+    assert start(3, measure, tmp_path, timeout=120, begin=begin).require() == [[0, 1, 2]] * 3
 
 
 @pytest.mark.processes
