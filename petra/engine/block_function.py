@@ -84,16 +84,15 @@ class BlockFunction:
         Raises:
             ModelError: If the block changes its input in place.
         """
+        if self._is_coupling and version is None and not self.around:
+            return self.module(*x, seed=self._seed_of(m))  # type: ignore[no-any-return]
         with self._inside(x[0]):
-            if self._is_coupling and version is None:
-                y = self.module(*x, seed=self._seed_of(m))
-            else:
-                if self.draws is None and type(x[0]) is Tensor:  # states of generators can't be compared under fake tensors
-                    with watch_draws(x[0].device) as watch:
-                        y = self._evaluate(x, None, version)
-                    self.draws = watch.drew or None
-                if self.draws is not None or type(x[0]) is not Tensor:
-                    y = self._evaluate(x, self._seed_of(m), version)
+            if self.draws is None and type(x[0]) is Tensor:  # states of generators can't be compared under fake tensors
+                with watch_draws(x[0].device) as watch:
+                    y = self._evaluate(x, None, version)
+                self.draws = watch.drew or None
+            if self.draws is not None or type(x[0]) is not Tensor:
+                y = self._evaluate(x, self._seed_of(m), version)
         return self._finished(x[0], y)
 
     def _evaluate(self, x: Streams, seed: int | None, version: WeightVersion | None) -> Tensor | Streams:
@@ -116,6 +115,8 @@ class BlockFunction:
             version: Weights that reconstruct and are differentiated; None for the parameters.
         """
         assert self._reversible is not None
+        if version is None and not self.around:
+            return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
         with self._inside(y[0]), self.using(version):
             return self._reversible.inverse_vjp(y, dy, seed=self._seed_of(m))
 

@@ -157,7 +157,9 @@ def build_workers(
     workers = {}
     for j, stage in stages.items():
         update, (upstream, downstream) = _update(plan, recipe, j, stage, device), ports[j]
-        downstream = CheckedPort(downstream, update[FiniteCheck])
+        # A later stage of this rank would have failed before, at its update after the same microbatch.
+        if j + 1 not in stages or recipe.rules.loss_scale is not None:
+            downstream = CheckedPort(downstream, update[FiniteCheck])
         for extension in recipe.extensions:
             upstream = extension.wrap_port(upstream, plan, j)
         if recipe.rules.loss_scale is not None:

@@ -27,13 +27,13 @@ class ProcessRound(NamedTuple):
     """One process's part of a round.
 
     Attributes:
-        steps: Worker, name of its method and microbatch of each step.
+        steps: Method of a worker, microbatch, and names of stage and method, of each step.
         transfers: Its transfers, which follow the steps.
         completed: The microbatch whose backward ends at the first stage in this round, if any. No message of it is in flight after
             the transfers.
     """
 
-    steps: list[tuple[Worker, str, int]]
+    steps: list[tuple[Callable[[int], None], int, str, str]]
     transfers: Sequence[Any]
     completed: int | None
 
@@ -108,12 +108,12 @@ class Executor:
         self._transport.begin(microbatches, training)
         mine = rounds.converted(lambda steps: self._select(steps, training))
         for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
-            for worker, method, m in steps:
+            for run, m, stage, method in steps:
                 try:
-                    getattr(worker, method)(m + shift)
+                    run(m + shift)
                 except Exception as error:
                     name = "evaluation" if method == "evaluate" else method
-                    error.add_note(f"in stage {worker.index + 1}, microbatch {m + shift}, {name}")
+                    error.add_note(f"in {stage}, microbatch {m + shift}, {name}")
                     raise
             if transfers:
                 self._transport.exchange(transfers, shift)
@@ -133,6 +133,7 @@ class Executor:
     def _select(self, steps: Sequence[Step], training: bool) -> ProcessRound:
         """Return this process's part of a round."""
         methods = {Op.FORWARD: "forward" if training else "evaluate", Op.BACKWARD: "backward"}
-        mine = [(self._workers[step.stage], methods[step.op], step.microbatch) for step in steps if step.stage in self._workers]
+        own = [(step.stage, methods[step.op], step.microbatch) for step in steps if step.stage in self._workers]
+        mine = [(getattr(self._workers[j], method), m, f"stage {j + 1}", method) for j, method, m in own]
         completed = next((step.microbatch for step in steps if step.stage == 0 and step.op is Op.BACKWARD), None)
         return ProcessRound(mine, self._transport.transfers(steps), completed)

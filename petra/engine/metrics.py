@@ -39,7 +39,7 @@ def count_targets(targets: Tensor) -> Tensor:
     """Return the number of targets that are not ignored."""
     integers = are_integers(targets)
     if integers and targets.dtype.is_signed:
-        return (targets != IGNORED).sum()
+        return torch.count_nonzero(targets != IGNORED)
     count = targets.numel() if integers else len(targets)
     return torch.full((), count, device=targets.device)  # torch.tensor would copy the number and wait for a GPU
 

@@ -103,8 +103,8 @@ class Coupling(ReversibleBlock):
         with torch.enable_grad():
             f = self._evaluate(x2, context, seed)
         x1 = y2.detach() - self._rounded(f.detach())
-        device, df = x2.device.type, dy2.to(f.dtype)
-        with autocast_to(device, None):  # autocast is for forwards only: plain autograd runs its backward outside of it too
+        df = dy2 if dy2.dtype is f.dtype else dy2.to(f.dtype)
+        with autocast_to(x2.device.type, None):  # autocast is for forwards only: plain autograd runs its backward outside of it too
             if f.requires_grad:
                 dx2, *gradients = vector_jacobian_products([f], [x2, *parameters], [df])
             else:  # F may return a constant, as for a layer that it drops
