@@ -31,6 +31,7 @@ PROGRAMS = {
     "silent_library": "-m stress.silent_library",
     "silent_blocks": "-m stress.silent_blocks",
     "silent_data": "-m stress.silent_data",
+    "silent_delay": "-m stress.silent_delay",
 }
 """Arguments of Python by name of the test."""
 
