@@ -346,12 +346,12 @@ def processes_three_with_stored_inputs() -> bool:
 
 
 def commands_rates_of_updates() -> bool:
-    """Rates in updates.jsonl against the formula: linear warm-up over an epoch, then 0.1 of it from epoch 2 on."""
+    """Rates in updates.jsonl against the formula: for 256 samples per update, a warm-up of an epoch, 0.1 of it from epoch 2 on."""
     with tempfile.TemporaryDirectory() as folder:
         words = ("trainer.epochs=3", "schedule.warmup_epochs=1", "schedule.milestones=[2]", "optim.lr=0.5", "trainer.log_every=1")
         commands.train(*TINY, *words, "k=2", "data.size=8", f"run_dir={folder}/run")
         rows = lines(Path(folder) / "run" / "updates.jsonl")
-    expected = [0.5 * min(1, t / 8) * (0.1 if t > 16 else 1) for t in range(2, 25, 2)]
+    expected = [0.5 * 2 * 8 / 256 * min(1, t / 8) * (0.1 if t > 16 else 1) for t in range(2, 25, 2)]
     return [row["update/learning_rate"] for row in rows] == expected
 
 
@@ -363,7 +363,7 @@ def commands_metrics_of_a_resumed_run() -> bool:
         for name, parts in (("a", (4,)), ("b", (2, 4))):
             for epochs in parts:
                 commands.train(*words, f"trainer.epochs={epochs}", f"run_dir={folder}/{name}", "resume=auto")
-            found.append([(row["loss"], row["test_loss"]) for row in lines(Path(folder) / name / "metrics.jsonl")])
+            found.append([(row["train_loss"], row["test_loss"]) for row in lines(Path(folder) / name / "metrics.jsonl")])
     return len(found[0]) == 4 and found[0] == found[1]
 
 
