@@ -22,6 +22,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     "reproduction/README.md": "reproduction.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/remedies/README.md": "remedies.md",
 }
 """Files whose page of the site is not in docs/, or not of the same name: README is the home page."""
 API = {

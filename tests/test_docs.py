@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("shared_profiles")
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *(page for pattern in ("docs/*.md", "docs/evidence/*.md") for page in sorted(ROOT.glob(pattern))),
-    *(ROOT / folder / "README.md" for folder in ("benchmarks", "reproduction")),
+    *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples/remedies", "reproduction")),
 ]
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:petra|python|torchrun|pytest|make|docker|git|pip) [\w.-]")
