@@ -164,6 +164,14 @@ def test_the_error_names_the_stage_that_sent_a_non_finite_gradient() -> None:
     assert not error.value.origin
 
 
+def test_the_stage_in_which_a_gradient_becomes_non_finite_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, where only the last stage checks what it receives: later stages update before."""
+    monkeypatch.setattr(Overflow, "backward", staticmethod(lambda ctx, dy: dy * torch.nan))
+    with pytest.raises(NumericsError, match=r"^stage 2: non-finite gradient in the update after microbatch 1; the update") as error:
+        limited(UpdateRules()).train(SMALL, 5)
+    assert error.value.origin
+
+
 def test_draining_inside_an_accumulation_finds_non_finite_gradients() -> None:
     """The check runs before a checkpoint could be written, although the update follows only after microbatch 6."""
     run = pipeline(UpdateRules(), "petra", k=3)

@@ -322,6 +322,15 @@ def test_a_block_is_checked_again_after_a_change_of_its_hooks() -> None:
         pipeline.train(Vectors(), 4)
 
 
+def test_blocks_before_the_first_trained_parameter_are_not_checked() -> None:
+    """They have no backward pass, at which a check could end."""
+    blocks = {"trunk": linear(6, 6).requires_grad_(False), "rest": nn.Tanh(), "head": linear(6, 3)}
+    pipeline = make_pipeline(Model.of("mine", blocks), FLAT, optimizer=sgd, method="petra")
+    pipeline.train(Vectors(), 4)
+    functions = [runner.function for stage in pipeline.stages.values() for runner in stage.runners]
+    assert [type(function).__name__ for function in functions] == ["BlockFunction"] * 3
+
+
 def test_checks_cost_one_forward_and_backward_pass_of_a_reversible_block_once() -> None:
     """They change no result, no statistic and no random number, and need one input more than the ordinary backward pass."""
     calls: list[str] = []
