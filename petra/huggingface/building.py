@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer_pt_utils import nested_concat
 from transformers.trainer_utils import has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
@@ -88,16 +89,18 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         def prepared(*objects: Any) -> Any:
             found = list(objects)
             for i, each in enumerate(objects):
-                if isinstance(each, DataLoader):
+                if isinstance(each, nn.Module):
+                    accelerator._models.append(each)  # evaluation reads whether there are any
+                elif isinstance(each, DataLoader):
                     found[i] = prepare(each, data_seed=config.data_seed if self.dp == 1 else self._data_seed)
                 elif isinstance(each, torch.optim.Optimizer) and not isinstance(each, AcceleratedOptimizer):
                     without_steps(each)
                     found[i] = AcceleratedOptimizer(each, device_placement=False)
             return found if len(found) > 1 else found[0]
 
-        accelerator.prepare, accelerator.prepare_model = prepared, lambda model, *others, **named: model
-        accelerator.gather, accelerator.reduce = self._gathered, lambda tensor, *others, **named: tensor
-        accelerator.pad_across_processes = self._padded
+        accelerator.prepare, accelerator.prepare_model = prepared, lambda model, *others, **named: prepared(model)
+        accelerator.gather = self._gathered
+        accelerator.reduce = accelerator.pad_across_processes = lambda tensor, *others, **named: tensor
         accelerator.gather_for_metrics = lambda found: recursively_apply(lambda t: self._gathered(t)[: self._remainder], found)
         self.gather_function = accelerator.gather_for_metrics
 
@@ -120,19 +123,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         return found[0]
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all replicas."""
+        """Return the rows of all replicas, padded to the longest."""
         if self.dp == 1:
             return tensor
-        return torch.cat([t.view(-1) if t.dim() == 0 else t for t in self._of_replicas(tensor.cpu())]).to(tensor.device)
-
-    def _padded(self, found: Any, dim: int = 0, pad_index: int = 0, **named: Any) -> Any:
-        """Return tensors that are as long in dimension ``dim`` as the longest of all replicas."""
-
-        def padded(t: Tensor) -> Tensor:
-            missing = max(self._of_replicas(t.shape[dim])) - t.shape[dim] if t.dim() > dim else 0
-            return nn.functional.pad(t, [0, 0] * (t.dim() - dim - 1) + [0, missing], value=pad_index) if missing else t
-
-        return found if self.dp == 1 else recursively_apply(padded, found)
+        found: Tensor = reduce(nested_concat, map(torch.atleast_1d, self._of_replicas(tensor.cpu())))
+        return found.to(tensor.device)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the pipeline moves the blocks of its stages."""

@@ -392,8 +392,9 @@ class PetraTrainer(Evaluating):
         """Log, with what a subclass has added in the process of the last stage, where ``compute_loss`` is called."""
         if self._logs_of_all and self.world > 1:
             self._logs_of_all = False
-            found = all_gather_objects({**self._late, **logs})
-            logs, self._late = {**found[self._last], **logs}, {}
+            found = all_gather_objects({**self._late, **logs})[self._last]
+            logs |= {key: found[key] for key in found.keys() - logs.keys()}  # its caller returns it
+            self._late = {}
         elif self.world > 1 and self.rank == self._last:  # alone, in compute_loss or before the others: comes with the next ones
             self._late |= logs
         super().log(logs, *arguments, **named)

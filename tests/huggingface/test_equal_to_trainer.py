@@ -275,6 +275,8 @@ def test_metrics_prediction_and_the_best_model(tmp_path: Path) -> None:
     assert [(row["step"], row["eval_a_hits"], row["eval_a_sum"]) for row in plain] == [
         (row["step"], row["eval_a_hits"], row["eval_a_sum"]) for row in piped
     ]
+    assert [[*row] for row in piped] == [[*row] for row in plain]
+    assert {*found[1].evaluate(rows(4))} == {*found[0].evaluate(rows(4))}
     assert found[0].state.best_global_step == found[1].state.best_global_step
     first, second = (each.predict(rows(9)) for each in found)
     assert (first.predictions == second.predictions).all()
