@@ -34,7 +34,7 @@ def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor
     logits, targets = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     count = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
     found = nn.functional.cross_entropy(logits, targets, reduction="sum") / count
-    seen.append((float(found), labels.tolist(), torch.is_grad_enabled()))
+    seen.append((float(found.detach()), labels.tolist(), torch.is_grad_enabled()))
     return found
 
 
