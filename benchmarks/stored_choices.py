@@ -14,7 +14,7 @@ from benchmarks.two_stages import build, sgd
 from launch.bench.contestants import Batches, Setting
 from petra import METHODS, ConfigError, Keep, Method, Model, Numerics, Plan, Recipe, TensorSpec, make_plan
 from petra.cost_model.autotune import Tuned, setting_of
-from petra.cost_model.costs import BlockCost
+from petra.cost_model.costs import BlockCost, with_copies
 from petra.cost_model.keeps import count_memory, tune_keeps
 from petra.cost_model.machines import Device, Link
 from petra.cost_model.memory import WORKSPACE, PredictedMemory, predict_memory
@@ -109,7 +109,7 @@ class Chooser:
     def predict(self, method: Method) -> Predicted:
         """Predict the period, and the bytes without workspaces."""
         costs = setting_of(self.blocks, partition_of(self.work.stages), method, self.k, [1.0, 1.0]).costs
-        period = predict(costs, method, self.k, link=self.link, transport="edge").period
+        period = predict(with_copies(costs, self.link.bandwidth), method, self.k, link=self.link, transport="edge").period
         return Predicted(period, [found.tensors for found in self._memory(method)])
 
     def _memory(self, method: Method, tuned: Tuned | None = None) -> list[PredictedMemory]:

@@ -92,6 +92,20 @@ def pipeline_costs(stages: Sequence[Sequence[BlockCost]], keeps: Sequence[Sequen
     return found
 
 
+def with_copies(costs: Sequence[StageCost], bandwidth: float) -> list[StageCost]:
+    """Return the costs of stages whose cores also copy messages, as on CPUs: bytes / ``bandwidth`` at each end of a message."""
+    sizes = [(cost.forward_bytes, cost.backward_bytes) for cost in costs]
+    ends = zip(costs, [(0, 0), *sizes], [*sizes[1:], (0, 0)], strict=False)
+    return [
+        replace(
+            cost,
+            forward=cost.forward + (before[0] + cost.forward_bytes) / bandwidth,
+            backward=cost.backward + (after[1] + cost.backward_bytes) / bandwidth,
+        )
+        for cost, before, after in ends
+    ]
+
+
 def count_blocks(
     model: Model,
     inputs: TensorSpec,
