@@ -54,7 +54,7 @@ class Contestant:
     Attributes:
         method: Name of the method.
         width: Numbers of each stream per token; None for ``--width``.
-        message_format: As for :class:`petra.Numerics`.
+        message_format, gradient_format: As for :class:`petra.Numerics`.
         dp: Number of replicas.
         parameters: Parameters of a stage, which replicas sum.
         outer: Outer steps of replicas; None to sum gradients at every update.
@@ -64,21 +64,27 @@ class Contestant:
     method: str = "petra"
     width: int | None = None
     message_format: str | None = None
+    gradient_format: str | None = None
     dp: int = 1
     parameters: int = 0
     outer: OuterStep | None = None
     compute: int = 4
 
 
-P = 1 << 22
+P, INT8 = 1 << 22, ("int8_token", "int8_token")
+"""Parameters of a stage with replicas, and formats with a scale for each token."""
 CONTESTANTS = {
     "petra": Contestant(),
     "petra, bf16": Contestant(message_format="bf16"),
+    "petra, int8": Contestant("petra", None, *INT8),
     "dsp": Contestant("dsp"),
     "dsp, bf16": Contestant("dsp", message_format="bf16"),
+    "dsp, int8": Contestant("dsp", None, *INT8),
     "1f1b": Contestant("1f1b", compute=3),
     "petra, streams of 128, bf16": Contestant(width=128, message_format="bf16"),
     "dsp, streams of 128, bf16": Contestant("dsp", width=128, message_format="bf16"),
+    "petra, streams of 128, int8": Contestant("petra", 128, *INT8),
+    "dsp, streams of 128, int8": Contestant("dsp", 128, *INT8),
     "two replicas, sums at every update": Contestant(width=8, dp=2, parameters=P),
     "two replicas, every 8 updates, int8": Contestant(
         width=8, dp=2, parameters=P, outer=OuterStep(8, overlap=4, mixing=0.5, format="int8", staggered=True)
@@ -167,7 +173,7 @@ def made(contestant: Contestant, options: argparse.Namespace) -> tuple[Pipeline,
         k=options.k,
         dp=contestant.dp,
         stages=[2, *[1] * (stages - 2), 2],
-        numerics=Numerics(message_format=contestant.message_format),
+        numerics=Numerics(message_format=contestant.message_format, gradient_format=contestant.gradient_format),
         runtime=Runtime(transport="edge"),
     )
     return pipeline, Ones(tokens)
