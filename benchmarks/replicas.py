@@ -16,7 +16,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Condition
@@ -97,6 +97,16 @@ class InOneProcess(AllReduces):
         return self._form.unpack(self._form.pack(padded))[0, : len(tensor)]
 
 
+def join(pipelines: Sequence[Pipeline]) -> None:
+    """Let pipelines of one replica each be the replicas of one run, each in a thread."""
+    changed = Condition()
+    for j in pipelines[0].workers:
+        arrived: dict[int, dict[int, Tensor]] = {}
+        for r, pipeline in enumerate(pipelines):
+            update = pipeline.workers[j].update[OuterUpdate]
+            update.join(InOneProcess(arrived, changed, r, len(pipelines), update.packed))
+
+
 class ErrorsAfterSteps(ReconstructionMonitor):
     """Relative errors of x̃ at every microbatch: of the τ after an outer step, whose forward came before it, and of the others.
 
@@ -137,13 +147,8 @@ def train(every: int, dp: int, setting: Mapping[str, Any], seed: int, data: Path
     )
     pipelines = [Pipeline(CELL.make_model(), inputs, recipe, method=CELL.make_method(), k=CELL.k) for _ in range(dp)]
     layout = make_plan(CELL.make_model(), TensorSpec((size, WINDOW), torch.int64), k=CELL.k, processes=dp, dp=dp).layout
-    changed = Condition()
-    for j in pipelines[0].workers:
-        arrived: dict[int, dict[int, Tensor]] = {}
-        for r, pipeline in enumerate(pipelines):
-            update = pipeline.workers[j].update[OuterUpdate]
-            if dp > 1:
-                update.join(InOneProcess(arrived, changed, r, dp, update.packed))
+    if dp > 1:
+        join(pipelines)
     errors, losses, begun = ErrorsAfterSteps(pipelines[0], outer), list[float](), time.time()
     pipelines[0].hooks.append(errors)
 

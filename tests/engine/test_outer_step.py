@@ -1,6 +1,7 @@
 """Outer steps of replicas that train apart, against a simulation in plain PyTorch that knows nothing of pipelines."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import BlockSpec, ConfigError, Method, Model, Pipeline, TensorSpec, UpdateRules
+from benchmarks.replicas import join
+from petra import BlockSpec, ConfigError, Method, Model, Pipeline, TensorSpec, UpdateRules, make_plan
 from petra.engine.options.outer_step import OuterStep
+from petra.engine.options.replicas import OwnShare
 from petra.engine.options.sums import CHUNK
 from petra.models import revnet18
 from petra.reversible import Coupling
@@ -219,6 +222,25 @@ def test_one_process_equals_two_within_a_replica(trained: Trained, name: str) ->
         for kind in ("outer", "own"):
             assert_equal(joined(divided[2 * r : 2 * r + 2], key, kind), alone[r][key][kind])
         assert divided[2 * r][key]["results"] == alone[r][key]["results"]
+
+
+@pytest.mark.processes
+def test_replicas_in_threads_equal_processes(trained: Trained) -> None:
+    """The replicas of benchmarks.replicas."""
+    layout = make_plan(small(), Vectors().spec, k=K, processes=2, dp=2).layout
+    for name in ("streaming", "int8", "petra"):
+        case = CASES[name]
+        settings = {"optimizer": case.optimizer, "method": case.method, "extensions": [case.outer]}
+        spec = TensorSpec((BATCH // 2, 6), torch.float64)
+        pipelines = [make_pipeline(small(), spec, k=K, learning_rate=lambda t: 0.05, **settings) for _ in range(2)]
+        join(pipelines)
+        for count in (FIRST, MICROBATCHES - FIRST):
+            with ThreadPoolExecutor(2) as threads:
+                shares = [OwnShare(Vectors(), layout, r, range(2)) for r in range(2)]
+                list(threads.map(Pipeline.train, pipelines, shares, [count] * 2))
+        for r, pipeline in enumerate(pipelines):
+            found = trained[2, 1][r][2, name]
+            assert_equal([weights(pipeline), own_weights(pipeline)], [found["outer"], found["own"]])
 
 
 def predicted(pipeline: Pipeline) -> list[Tensor]:
