@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from petra.engine.checks import CheckedFunction
 from petra.engine.options.loss_scale import LossScale
 from petra.engine.options.staging import reading
 from petra.engine.stage import Stage
@@ -170,8 +171,11 @@ def _replayed(stage: Stage, m: int, x: Streams, weights: Sequence[WeightVersion 
     """Run a stage's forward pass again with a graph. Nothing is stored, and running statistics don't move."""
     with torch.enable_grad():
         for runner, version in zip(stage.runners, weights, strict=True):
-            with runner.function.keeping_statistics():
-                x = stage.contiguous(runner.function(m, x, version))
+            function = runner.function
+            if isinstance(function, CheckedFunction):  # which waits for the backward pass, and this is another one
+                function = function.function
+            with function.keeping_statistics():
+                x = stage.contiguous(function(m, x, version))
     return x
 
 
