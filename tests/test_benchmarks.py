@@ -55,8 +55,6 @@ def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path:
     printed = capsys.readouterr().out
     assert all(f"{name}: not installed" in printed for name in missing)
     assert "| 18 | 3 | " in printed
-    for (chosen, _), (rival, _) in zip(live[pipelines.AUTO], live[pipelines.RIVAL], strict=True):
-        assert chosen <= rival + 2**14  # small tensors, such as reports, are not predicted
 
 
 def test_the_grid_has_the_staleness_that_the_protocol_states() -> None:
