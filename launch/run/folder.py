@@ -64,7 +64,7 @@ def upgraded(found: Mapping[Any, Any]) -> dict[str, Any]:
     if found.get("format") in (3, FORMAT):
         target = configurations("outer")["none"][1]["_target_"]
         defaults = {name: key.default for name, key in keys("outer", target).items()}
-        found = {"outer": {"_target_": target, **defaults}, **found}
+        found = {"outer": {**defaults, "_target_": target}, **found}
     if found.get("format") != 3:
         return dict(found)
     trainer = {**(found.get("trainer") or {})}

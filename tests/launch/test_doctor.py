@@ -34,7 +34,7 @@ def slow_links(rank: int) -> Links:
     """Delay large messages from rank 1 to rank 2 by a second, and small messages from rank 2 by 0.1 s."""
     send = dist.send
 
-    def slowly(tensor: torch.Tensor, peer: int) -> None:
+    def slowly(tensor: torch.Tensor, peer: int, group: object = None) -> None:
         time.sleep(
             {1: 1.0 * (tensor.nbytes == LARGE_MESSAGE and peer == 2), 2: 0.1 * (tensor.nbytes < LARGE_MESSAGE)}.get(rank, 0.0)
         )
