@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 GENERATED = (
     "docs/configuration.md",
+    "docs/families.md",
     "docs/trainer_arguments.md",
     "docs/evidence/papers.md",
     "docs/evidence/staleness_cells.md",

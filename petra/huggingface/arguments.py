@@ -40,6 +40,8 @@ REFUSED = {
     "optim": ".*(layerwise|lomo|galore|apollo|grokadamw|8bit|bnb).*",
 }
 """Patterns of refused values of arguments of which not all are mapped."""
+OTHERS = ("activation_offloading",)
+"""Arguments of subclasses that are refused."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable that torchrun sets for each of its processes."""
 CALLED = (
@@ -69,6 +71,7 @@ def check_arguments(trainer: Any, own: type) -> None:
     names = [field.name for field in dataclasses.fields(TrainingArguments) if field.init and not MAPPED.fullmatch(field.name)]
     found = [f"{name}={getattr(args, name)}" for name in names if getattr(args, name) != getattr(default, name)]
     chosen = {name: str(getattr(value := getattr(args, name), "value", value)) for name in REFUSED}
+    found += [f"{name}=True" for name in OTHERS if getattr(args, name, False)]
     found += [f"{name}={value}" for name, value in chosen.items() if re.fullmatch(REFUSED[name], value)]
     require(not found, "PetraTrainer", "no argument that it can't map", ", ".join(found))
     overridden = {
@@ -77,6 +80,8 @@ def check_arguments(trainer: Any, own: type) -> None:
         for name, value in vars(kind).items()
         if callable(getattr(transformers.Trainer, name, None)) and not name.startswith("__") and callable(getattr(kind, name))
     }
+    if called_above(type(trainer), own, "training_step"):
+        overridden.discard("training_step")
     overridden |= {name for name in vars(trainer) if callable(getattr(transformers.Trainer, name, None))}
     ignored = sorted(name for name in overridden if not re.fullmatch(CALLED, name))
     expected = "methods that a pipeline calls, such as compute_loss"
@@ -85,6 +90,12 @@ def check_arguments(trainer: Any, own: type) -> None:
     started = int(os.environ.get("WORLD_SIZE", "1"))
     require(processes == started, "use_cpu", f"true on a machine without GPUs, in {started} processes", args.use_cpu)
     require(args.n_gpu <= 1, "PetraTrainer", "a process for each GPU (torchrun --nproc-per-node)", f"{args.n_gpu} GPUs in one")
+
+
+def called_above(kind: type, own: type, name: str) -> bool:
+    """Return whether all methods of a name that precede that of ``own`` call the next one."""
+    found = [vars(each)[name] for each in kind.__mro__[: kind.__mro__.index(own)] if name in vars(each)]
+    return all("super" in each.__code__.co_names and name in each.__code__.co_names for each in found)
 
 
 def _default(args: Any) -> TrainingArguments:

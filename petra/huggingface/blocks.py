@@ -15,28 +15,19 @@ Names of a decoder's modules are those of its ``base_model_pp_plan``.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from petra.errors import ModelError, alternatives, invalid, require
-from petra.huggingface.inputs import FIELDS, attention_mask, context_of, positions
+from petra.huggingface.decoders import Body, Entrance, Scale, mask_of
+from petra.huggingface.families import COMMAND, DECODERS, OTHERS, REFUSED
+from petra.huggingface.inputs import FIELDS, context_of, positions
 from petra.specs import Streams
-
-DECODERS = tuple(f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3"))
-"""Classes of the decoders that have a ``base_model_pp_plan`` and are tested. SmolLM and SmolLM2 are Llama."""
-PLAN = ("embed_tokens", "layers", "norm")
-"""Modules in the ``base_model_pp_plan`` of a decoder."""
-MASKS = {
-    "full_attention": create_causal_mask,
-    "sliding_attention": create_sliding_window_causal_mask,
-    "bidirectional": create_bidirectional_mask,
-}
-"""Functions of ``transformers`` that make the mask of a layer whose rows are documents without padding."""
 
 
 def kind_of(model: Any) -> str:
@@ -58,7 +49,10 @@ def split(model: Any, fields: Sequence[str], delimiter: int | None) -> dict[str,
     """
     name = type(model).__name__
     if name not in SPLITTERS:
-        raise invalid("model", f"one of the classes {alternatives(SPLITTERS)}", name, ModelError)
+        known = alternatives([each for each in SPLITTERS if each not in DECODERS])
+        reason = (REFUSED | OTHERS).get(name, f"not checked: {COMMAND} {name}" if name.endswith("ForCausalLM") else "")
+        expected = f"a decoder that {COMMAND} has found equal, such as LlamaForCausalLM, or {known}"
+        raise invalid("model", expected, f"{name} ({reason})" if reason else name, ModelError)
     kind = kind_of(model)
     accepted = {"causal": FIELDS[:3], "bert": (FIELDS[0], FIELDS[1], FIELDS[3]), "vit": FIELDS[:1]}[kind]
     unknown = [field for field in fields if field not in accepted]
@@ -76,47 +70,42 @@ Parts = tuple[list[nn.Module], list[nn.Module], nn.Module]
 """Modules of the embedding, blocks of the layers, and block of the head."""
 
 
-def _decoder(model: Any) -> Parts:
+def decoder(model: Any) -> Parts:
     config, base = model.config, getattr(model, model.base_model_prefix)
-    plan = config.base_model_pp_plan or {}
-    require(tuple(plan) == PLAN, "base_model_pp_plan", ", ".join(PLAN), ", ".join(plan), ModelError)
-    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    bidirectional = getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True)
     require(not bidirectional, "use_bidirectional_attention", "false", bidirectional, ModelError)
-    tokens, layers, norm = (getattr(base, name) for name in plan)
-    found: Any = getattr(base.rotary_emb, "rope_type", None)
-    by_kind = isinstance(found, dict)  # tables of rotation that depend on the kind of the layer take it as an argument
-    for each in found.values() if by_kind else [found]:
-        expected = "one whose tables depend on positions only, such as default, linear, yarn or llama3"
-        require("dynamic" not in str(each) and each != "longrope", "rope_type", expected, each, ModelError)
-    one = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
-    kinds = getattr(config, "layer_types", None) or [one] * len(layers)
-    blocks: list[nn.Module] = [
-        Layer(layer, config, kind, copy.deepcopy(base.rotary_emb), *([kind] if by_kind else []))
-        for layer, kind in zip(layers, kinds, strict=True)
-    ]
-    return [tokens], blocks, Head(norm, model.lm_head, cap=getattr(config, "final_logit_softcapping", None))
+    for rotary in (module for module in base.children() if hasattr(module, "rope_type")):
+        for each in rotary.rope_type.values() if isinstance(rotary.rope_type, dict) else [rotary.rope_type]:
+            expected = "one whose tables depend on positions only, such as default, linear, yarn or llama3"
+            require("dynamic" not in str(each) and each != "longrope", "rope_type", expected, each, ModelError)
+    routed = getattr(config, "output_router_logits", None)
+    expected = "false: a loss of the routers of all layers is not computed (router_aux_loss_coef=0 in SFTConfig)"
+    require(not routed, "output_router_logits", expected, routed, ModelError)
+    blocks: list[nn.Module] = [DecoderLayer(layer, Body(base), i) for i, layer in enumerate(base.layers)]
+    enter = Entrance.of(base)
+    return [base.embed_tokens, *([] if enter is None else [enter])], blocks, Head(base.norm, model.lm_head, scale=Scale.of(model))
 
 
 def _gpt2(model: Any) -> Parts:
     base = model.transformer
-    blocks: list[nn.Module] = [Layer(layer, model.config, "full_attention") for layer in base.h]
+    blocks: list[nn.Module] = [Layer(layer, model.config, causal=True) for layer in base.h]
     return [base.wte, base.wpe, base.drop], blocks, Head(base.ln_f, model.lm_head)
 
 
 def _bert(model: Any) -> Parts:
     require(not model.config.is_decoder, "is_decoder", "false", True, ModelError)
-    blocks: list[nn.Module] = [Layer(layer, model.config, "bidirectional") for layer in model.bert.encoder.layer]
+    blocks: list[nn.Module] = [Layer(layer, model.config, causal=False) for layer in model.bert.encoder.layer]
     head = Head(model.cls) if hasattr(model, "cls") else Head(model.bert.pooler, model.dropout, model.classifier)
     return [model.bert.embeddings], blocks, head
 
 
 def _vit(model: Any) -> Parts:
-    blocks: list[nn.Module] = [Layer(layer, model.config, "bidirectional") for layer in model.vit.layers]
+    blocks: list[nn.Module] = [Layer(layer, model.config, causal=False) for layer in model.vit.layers]
     return [model.vit.embeddings], blocks, Head(model.vit.layernorm, model.classifier, first=True)
 
 
 SPLITTERS: dict[str, Callable[[Any], Parts]] = {
-    **dict.fromkeys(DECODERS, _decoder),
+    **dict.fromkeys(DECODERS, decoder),
     "GPT2LMHeadModel": _gpt2,
     "BertForMaskedLM": _bert,
     "BertForSequenceClassification": _bert,
@@ -134,7 +123,7 @@ class Embedding(nn.Module):
         config: Configuration of the model.
         fields: Names of the rows of the inputs.
         delimiter: Token with which every document begins, or None.
-        learned: Embedding of positions and dropout, of a model that adds them (GPT-2).
+        learned: Embedding of positions and dropout, of a model that adds them (GPT-2); or what else acts on embeddings.
         whole: Whether ``tokens`` takes the fields by name.
 
     Attributes:
@@ -153,7 +142,11 @@ class Embedding(nn.Module):
         context, tokens = context_of(rows, self.delimiter), rows["input_ids"]
         names = {"input_ids", "token_type_ids"} & rows.keys()
         hidden: Tensor = self.tokens(**{name: rows[name] for name in names}) if self.whole else self.tokens(tokens)
-        if self.learned:
+        if not any(p.requires_grad for p in self.tokens.parameters()):
+            hidden = hidden.detach()  # a hook of enable_input_require_grads may have asked for gradients that nobody needs
+        if len(self.learned) == 1:
+            hidden = self.learned[0](hidden)
+        elif self.learned:
             embed, dropout = self.learned
             index = torch.arange(tokens.shape[1], device=tokens.device)[None] if context is None else positions(context)
             hidden = dropout(hidden + embed(index))
@@ -166,22 +159,24 @@ class Layer(nn.Module):
     Args:
         layer: The layer.
         config: Configuration of the model.
-        mask: Key of :data:`MASKS`.
-        rotary: Module that computes the rotary tables from the positions, of this block alone; None for layers without.
-        rotary_arguments: Further arguments of ``rotary``.
+        causal: Whether tokens attend to earlier ones only.
     """
 
-    def __init__(self, layer: nn.Module, config: Any, mask: str, rotary: nn.Module | None = None, *rotary_arguments: Any) -> None:
+    def __init__(self, layer: nn.Module, config: Any, *, causal: bool) -> None:
         super().__init__()
-        self.layer, self.config, self.mask, self.rotary, self.arguments = layer, config, mask, rotary, rotary_arguments
+        self.layer, self.config, self.causal = layer, config, causal
 
     def forward(self, hidden: Tensor, *side: Tensor) -> Streams:
-        context = [t for t in side if t.dim() == 2]
-        arguments: dict[str, Any] = {"attention_mask": self._mask(hidden, *context)}
-        if self.rotary is not None:
-            index = positions(context[0]) if context else torch.arange(hidden.shape[1], device=hidden.device)[None]
-            arguments["position_embeddings"] = self.rotary(hidden, index, *self.arguments)
-        return self.layer(hidden, **arguments), *side
+        context = next((t for t in side if t.dim() == 2), None)
+        others, named = self._arguments(hidden, context)
+        return self.layer(hidden, *others, **named), *side
+
+    def _arguments(self, hidden: Tensor, context: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return what the layer gets besides the hidden states."""
+        if context is not None:
+            return (), {"attention_mask": mask_of(self.config, hidden, context, None, causal=self.causal)}
+        make = create_causal_mask if self.causal else create_bidirectional_mask
+        return (), {"attention_mask": make(self.config, hidden, None, cache=None)}
 
     def divisible(self, tp: int) -> dict[str, tuple[int, ...] | str]:
         """Return how ``tp`` processes divide the layer, by the ``base_model_tp_plan`` of ``transformers``.
@@ -200,24 +195,36 @@ class Layer(nn.Module):
         layers: dict[str, Any] = {name: self.layer.get_submodule(name) for name in plan}
         return {f"layer.{name}": (layers[name].out_features,) if way == "colwise" else way for name, way in plan.items()}
 
-    def _mask(self, hidden: Tensor, context: Tensor | None = None) -> Tensor | None:
-        """Return the mask of attention in the form that the implementation of attention takes.
 
-        Raises:
-            ModelError: If there is a context, and the implementation takes other masks than ours.
-        """
-        if context is None:
-            mask: Tensor | None = MASKS[self.mask](self.config, hidden, None, cache=None)
-            return mask
-        name = self.config._attn_implementation
-        fits = name in ("sdpa", "eager")
-        require(fits, "attn_implementation", "sdpa or eager with padding or packed documents", name, ModelError)
-        window = self.config.sliding_window if self.mask == "sliding_attention" else None
-        seen = attention_mask(context, causal=self.mask != "bidirectional", window=window)
-        if name == "sdpa":
-            return seen
-        lowest = torch.finfo(hidden.dtype).min  # added to the logits of attention
-        return torch.zeros(seen.shape, dtype=hidden.dtype, device=seen.device).masked_fill(~seen, lowest)
+class DecoderLayer(Layer):
+    """One layer of a decoder, which gets what the model's own ``forward`` gives it.
+
+    Args:
+        layer: The layer.
+        body: What computes its arguments, of this block alone.
+        index: Number of the layer.
+    """
+
+    def __init__(self, layer: nn.Module, body: Body, index: int) -> None:
+        super().__init__(layer, body.shell.config, causal=True)
+        self.body, self.index = body, index
+
+    def forward(self, hidden: Tensor, *side: Tensor) -> Streams:
+        with _experts_of(self.config, "batched_mm") if hidden.is_meta else nullcontext():  # others read numbers of tokens
+            return super().forward(hidden, *side)
+
+    def _arguments(self, hidden: Tensor, context: Tensor | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.body.arguments(self.index, hidden, context)[1:]
+
+
+@contextmanager
+def _experts_of(config: Any, implementation: str) -> Iterator[None]:
+    own = config._experts_implementation
+    config._experts_implementation = implementation
+    try:
+        yield
+    finally:
+        config._experts_implementation = own
 
 
 class Head(nn.Module):
@@ -226,16 +233,16 @@ class Head(nn.Module):
     Args:
         modules: The modules.
         first: Whether they take the vectors (B, D) of the first positions only.
-        cap: Largest absolute value of a logit, c · tanh(logit / c) (Gemma 2); None: no limit.
+        scale: What the model does to its logits after the modules, if anything.
     """
 
-    def __init__(self, *modules: nn.Module, first: bool = False, cap: float | None = None) -> None:
+    def __init__(self, *modules: nn.Module, first: bool = False, scale: Scale | None = None) -> None:
         super().__init__()
-        self.parts, self.first, self.cap = nn.ModuleList(modules), first, cap
+        self.parts, self.first, self.scale = nn.ModuleList(modules), first, scale
 
     def forward(self, hidden: Tensor, *context: Tensor) -> Tensor:
         x = hidden[:, 0] if self.first else hidden
         for part in self.parts:
             x = part(x)
-        x = x if self.cap is None else torch.tanh(x / self.cap) * self.cap
+        x = x if self.scale is None else self.scale(x)
         return x.flatten(0, -2)

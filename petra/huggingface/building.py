@@ -43,6 +43,9 @@ from petra.settings import Numerics, Runtime
 from petra.specs import IGNORED
 from petra.update_rules import UpdateRules
 
+CHUNK = 256
+"""Number of tokens of which TRL computes logits at once."""
+
 
 class Pipelined(transformers.Trainer):  # type: ignore[misc]
     """Base class of :class:`petra.huggingface.PetraTrainer`: the pipeline and its loss."""
@@ -62,7 +65,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     _data_seed: int | None = None
     _pipeline: Pipeline | None
     _fresh: bool
-    _evaluation: Callable[[Tensor, Tensor, Tensor], Tensor]
+    _evaluation: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
     _states: dict[Tensor, dict[str, Any]]
     _remainder: int | None = None
     _last: int = 0
@@ -101,7 +104,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         accelerator.prepare, accelerator.prepare_model = prepared, lambda model, *others, **named: prepared(model)
         accelerator.gather = self._gathered
         accelerator.reduce = accelerator.pad_across_processes = lambda tensor, *others, **named: tensor
-        accelerator.gather_for_metrics = lambda found: recursively_apply(lambda t: self._gathered(t)[: self._remainder], found)
+        accelerator.gather_for_metrics = partial(recursively_apply, self._of_rows)
         self.gather_function = accelerator.gather_for_metrics
 
     def _of_replicas(self, value: Any) -> list[Any]:
@@ -128,6 +131,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             return tensor
         found: Tensor = reduce(nested_concat, map(torch.atleast_1d, self._of_replicas(tensor.cpu())))
         return found.to(tensor.device)
+
+    def _of_rows(self, tensor: Tensor) -> Tensor:
+        """Return what belongs to rows of the data, without the repeated ones of a last batch."""
+        found = self._gathered(tensor)
+        return found[: self._remainder] if found.dim() else found
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: the pipeline moves the blocks of its stages."""
@@ -203,11 +211,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         args, names = self.args, list(parts)
         head = parts[names[-1]]
         losses = Losses(_OfLogits(self._training_loss), _OfLogits(self._evaluation))
-        if self._loss_rows is not None:
-            shared = {id(t): t for t in (*head.parameters(), *head.buffers())}
-            parts[names[-1]] = copy.deepcopy(head, shared)
-        elif isinstance(head, Head):
-            head.cap = None  # that of the model's own forward
+        if isinstance(head, Head) and self._loss_rows is None:
+            head.scale = None  # that of the model's own forward
+        if self._loss_rows is not None or self._of_states:
+            kept = {id(t): t for t in (*head.parameters(), *head.buffers())}
+            parts[names[-1]] = copy.deepcopy(head, kept)
         parts[names[0]] = Entry(parts[names[0]], self.form)
         specs = [BlockSpec(name, partial(built, part)) for name, part in parts.items()]
         model = Model(type(base).__name__, tuple(specs))
@@ -218,10 +226,20 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             chunks = LinearCrossEntropy(args.label_smoothing_factor, self._loss_rows, dtype)
             losses = Losses(*(_Chunked(self, chunks, training=training) for training in (True, False)))
             self._chunks = chunks
+        elif self._of_states:
+            plain = type(getattr(base, "lm_head", None)) is torch.nn.Linear
+            require(plain, "loss_type", "another one than chunked_nll, with this head (nll)", self.args.loss_type)
+            model = without_logits(model)
+            self._chunks = LinearCrossEntropy(0.0, CHUNK)
         *others, last = model.blocks
         model = replace(model, blocks=(*others, BlockSpec(last.name, partial(_exit, last))))
         self._parts = {**parts, names[-1]: Exit(parts[names[-1]])}
         return model, losses
+
+    @property
+    def _of_states(self) -> bool:
+        """Whether the loss reads hidden states and the weights of the head, as the default of ``SFTConfig`` does."""
+        return getattr(self.args, "loss_type", None) == "chunked_nll"
 
     @property
     def _own_loss(self) -> bool:
@@ -295,13 +313,14 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             return batch, facts, logits.view(self.form.rows, self.form.size or 0, -1)[:rows, :length].contiguous()
         return batch, facts, logits[: len(next(iter(batch.values())))]
 
-    def _training_loss(self, logits: Tensor, side: Tensor, targets: Tensor) -> Tensor:
-        batch, facts, logits = self.outputs_of(logits, side)
+    def _training_loss(self, found: Tensor, side: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        batch, facts, logits = self.outputs_of(found, side)
         if not facts["count"]:
-            return logits.sum() * 0
+            return sum(t.sum() * 0 for t in (found, *weights))  # type: ignore[return-value]
         self.current_gradient_accumulation_steps = facts["of"]
         items = None if facts["items"] is None else torch.tensor(facts["items"], device=logits.device)
-        with answering(base_of(self.model), batch, logits), self.compute_loss_context_manager():
+        own = weights if self._of_states else None
+        with answering(base_of(self.model), batch, logits, own), self.compute_loss_context_manager():
             loss = self.compute_loss(self.model, batch, num_items_in_batch=items)
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
@@ -311,15 +330,16 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
 
 
 class _OfLogits:
-    """Loss that takes the logits and what has travelled with them."""
+    """Loss that takes the logits, or hidden states and the weights of the head, and what has travelled with them."""
 
-    outputs, mean_over_targets = (2,), True  # a share is one of as many equal targets as there are replicas
+    outputs, mean_over_targets = (2, 3, 4), True  # a share is one of as many equal targets as there are replicas
 
-    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]) -> None:
         self._function = function
 
-    def __call__(self, logits: Tensor, side: Tensor, targets: Tensor) -> Tensor:
-        return self._function(logits, side, targets)
+    def __call__(self, found: Tensor, *rest: Tensor) -> Tensor:
+        *weights, side, _ = rest
+        return self._function(found, side, weights)
 
 
 class _Chunked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -80,9 +80,9 @@ class Evaluating(Pipelined):
                 self._remainder = (self._total[1] or None) if done == self._total[0] else None
                 yield self._batches.popleft() if self.rank == self._last else {}
 
-    def _evaluation(self, logits: Tensor, side: Tensor, targets: Tensor) -> Tensor:
+    def _evaluation(self, found: Tensor, side: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Answer a batch, once all of its parts have arrived."""
-        batch, facts, logits = self.outputs_of(logits, side)
+        batch, facts, logits = self.outputs_of(found, side)
         self.keep_part(batch, facts, logits)
         return torch.zeros((), device=logits.device)
 
@@ -102,7 +102,7 @@ class Evaluating(Pipelined):
             self._answered.append((total / count, None, None))
             return
         step: Any = type(self).prediction_step
-        with answering(base_of(self.model), whole, joined):
+        with answering(base_of(self.model), whole, joined, () if self._of_states else None):
             self._answered.append(step(self, self.model, whole, only, ignore_keys=ignore_keys))
 
     def _fit(self, loader: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 from petra.errors import ConfigError, Count, ModelError, first_line, invalid, require
-from petra.huggingface.blocks import DECODERS, split
+from petra.huggingface.blocks import split
 from petra.huggingface.coupling import Momentum, coupled
 from petra.huggingface.inputs import FIELDS, row_names
 from petra.model import BlockSpec, Model, copied
@@ -128,7 +128,7 @@ def loaded(path: str | os.PathLike[str]) -> Any:
     require(not getattr(config, "auto_map", None), str(path), "a model of transformers (no trust_remote_code)", "code of its own")
     name = next(iter(config.architectures or ()), "none")
     kind: Any = getattr(transformers, name, None)
-    require(kind is not None, f"{path}, architectures", f"a class of transformers, such as {', '.join(DECODERS)}", name)
+    require(kind is not None, f"{path}, architectures", "a class of transformers, such as LlamaForCausalLM", name)
     with quiet(path), seeded(0):
         found, report = kind.from_pretrained(path, dtype="auto", output_loading_info=True)
     for key, line in (("missing_keys", "has no {}: random weights"), ("unexpected_keys", "has {}, which {} does not use")):
@@ -210,6 +210,10 @@ def base_of(model: Any) -> Any:
     """Return the model of ``transformers`` inside one of ``peft``, whose adapters must not be merged; any other model as it is."""
     merged = hasattr(model, "get_base_model") and any(getattr(module, "merged", False) for module in model.modules())
     require(not merged, "model", "adapters that are trained (unmerge_adapter)", "merged ones", ModelError)
+    for config in getattr(model, "peft_config", {}).values() if hasattr(model, "get_base_model") else ():
+        method = getattr(config.peft_type, "value", str(config.peft_type))
+        adds = not config.is_prompt_learning and method != "ADALORA"
+        require(adds, "model", "adapters in layers, whose loss is that of the model, such as LoRA", method, ModelError)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 

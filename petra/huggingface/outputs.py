@@ -6,7 +6,7 @@ for the call: by one that checks its inputs, and one that returns the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,29 +25,39 @@ HARMLESS = {"use_cache", "return_dict", "num_items_in_batch", "labels", "logits_
 
 
 @contextmanager
-def answering(base: Any, batch: Mapping[str, Tensor], logits: Tensor) -> Iterator[None]:
-    """Let calls of a model return ``logits`` inside the ``with`` block, for the inputs of ``batch`` only.
+def answering(base: Any, batch: Mapping[str, Tensor], found: Tensor, weights: Sequence[Tensor] | None = None) -> Iterator[None]:
+    """Let calls of a model return what a pipeline has computed inside the ``with`` block, for the inputs of ``batch`` only.
 
     Args:
         base: Model of ``transformers``, without adapters around it.
         batch: The batch, as the collator has made it.
-        logits: Logits (B, T, classes) or (B, classes) of its rows.
+        found: Logits (B, T, classes) or (B, classes) of its rows; with ``weights``, hidden states (B, T, D), of which the head
+            computes what it is asked for.
+        weights: Weight, and bias, that the head uses instead of its own, or none of them.
 
     Raises:
         ModelError: If the model is called a second time, or with other inputs.
     """
     head = next(name for name in HEADS if hasattr(base, name))
-    replaced = {base.base_model_prefix: _Body(batch, logits), head: _Head(logits)}
-    replaced |= {name: nn.Identity() for name in ("dropout",) if name in base._modules}
+    replaced: dict[str, nn.Module] = {base.base_model_prefix: _Body(batch, found, whole=weights is not None)}
+    if weights is None:
+        replaced |= {head: _Head(found), **{name: nn.Identity() for name in ("dropout",) if name in base._modules}}
     own = {name: base._modules[name] for name in replaced}
+    layer, others = getattr(base, head), dict(zip(("weight", "bias"), weights or (), strict=False))
+    parameters = layer._parameters
+    layer._parameters = {name: p for name, p in parameters.items() if name not in others}
+    vars(layer).update(others)
     base._modules.update(replaced)
     try:
         yield
     finally:
         base._modules.update(own)
+        layer._parameters = parameters
+        for name in others:
+            del vars(layer)[name]
 
 
-class _Hidden:
+class Hidden:
     """What the modules below the head return: states with no values, and None for everything else."""
 
     def __init__(self, states: Tensor) -> None:
@@ -64,13 +74,14 @@ class _Body(nn.Module):
     batch: Any
     states: Any
 
-    def __init__(self, batch: Mapping[str, Tensor], logits: Tensor) -> None:
+    def __init__(self, batch: Mapping[str, Tensor], found: Tensor, *, whole: bool) -> None:
         super().__init__()
         self.calls = 0
         object.__setattr__(self, "batch", {n: (t, version_counter(t)) for n, t in batch.items() if n in (*FIELDS, IMAGES)})
-        object.__setattr__(self, "states", torch.zeros((), dtype=logits.dtype, device=logits.device).expand(logits.shape))
+        states = found if whole else torch.zeros((), dtype=found.dtype, device=found.device).expand(found.shape)
+        object.__setattr__(self, "states", states)
 
-    def forward(self, *inputs: Any, **named: Any) -> _Hidden:
+    def forward(self, *inputs: Any, **named: Any) -> Hidden:
         self.calls += 1
         require(self.calls == 1, "compute_loss", "a loss that calls the model once in a pipeline", "a second call", ModelError)
         first = next(iter(self.batch), None)
@@ -83,7 +94,7 @@ class _Body(nn.Module):
             expected = "the inputs of the batch, since the pipeline has computed the logits from them"
             require(same, f"{name} in forward", expected, "others", ModelError)
         states = self.states
-        return _Hidden(states if states.dim() > 2 else states[:, None])
+        return Hidden(states if states.dim() > 2 else states[:, None])
 
 
 class _Head(nn.Module):
@@ -112,8 +123,6 @@ def check_called(model: Any, base: Any, blocks: Mapping[str, nn.Module]) -> None
             expected = "layers with weights of their own (only an embedding and a head that share theirs are trained apart)"
             require(owners.setdefault(id(p), name) == name, f"model, {name}", expected, f"those of {owners[id(p)]}", ModelError)
     called = {id(part) for block in blocks.values() for part in block.modules()}
-    adapts = any(type(module).__name__ == "AdaLoraModel" for module in model.modules())
-    require(not adapts, "model", "adapters whose loss is that of the model", "AdaLoRA, whose regularizer reads weights", ModelError)
     path = next(name for name, module in model.named_modules() if module is base)
     above = {id(model.get_submodule(path[:i])) for i in range(len(path)) if i == 0 or path[i] == "."}
     for name, module in model.named_modules():

@@ -190,6 +190,7 @@ class PetraTrainer(Evaluating):
         folder = None if self._resumed is None else Path(self._resumed)
         if folder is not None and (folder / OPTIMIZER).exists() and not (folder / PETRA).exists():
             self._states = read_states(self.optimizer.optimizer, folder / OPTIMIZER)
+        self.model.train()
         self._build(self._train_loader, None, max_steps)
         if folder is not None:
             self._restore(folder)
@@ -244,6 +245,8 @@ class PetraTrainer(Evaluating):
 
     def get_batch_samples(self, epoch_iterator: Iterator[int], num_batches: int, device: torch.device) -> Any:
         """Return the batches of the next update in the first process of a replica, and as many empty ones in others."""
+        expected = f"one that calls the one of {PetraTrainer.__name__}"
+        require(not (self._at_once and self._packed), "training_step", expected, "another", ModelError)
         self._ended = self._ended and epoch_iterator is self._iterator
         self._iterator = epoch_iterator
         found = [] if self._ended and self._length is None else list(islice(epoch_iterator, num_batches))

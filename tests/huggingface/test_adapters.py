@@ -1,0 +1,160 @@
+"""Adapters, saved models, and trainers such as ``SFTTrainer`` of TRL, in a pipeline."""
+
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Trainer
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from petra import ConfigError, ModelError, PetraError
+from petra.huggingface import PetraTrainer, pipelined
+from petra.huggingface.check import tiny as tiny_of_family
+from tests.huggingface.models import batch_of, tiny
+from tests.huggingface.test_equal_to_trainer import both, llama, overridden
+from tests.huggingface.test_trainer import arguments, losses, rows
+
+LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+
+
+def hooked() -> Any:
+    model = llama()
+    model.enable_input_require_grads()
+    torch.manual_seed(0)
+    return get_peft_model(model, LORA)
+
+
+def test_lora_with_gradients_of_inputs_and_checkpointing(tmp_path: Path) -> None:
+    both(tmp_path, hooked, rows(16), gradient_checkpointing=True)
+
+
+def test_files_have_the_adapters_of_all_stages(tmp_path: Path) -> None:
+    found = []
+    for kind, others in ((Trainer, {}), (PetraTrainer, {"stages": 4})):
+        torch.manual_seed(0)
+        trainer = kind(get_peft_model(llama(), LORA), arguments(tmp_path, max_steps=3), train_dataset=rows(16), **others)
+        trainer.train()
+        trainer.save_model(tmp_path / kind.__name__)
+        found.append(load_file(tmp_path / kind.__name__ / "adapter_model.safetensors"))
+        assert not (tmp_path / kind.__name__ / "model.safetensors").exists()
+    assert found[0].keys() == found[1].keys()
+    assert {key.split(".layers.")[1][0] for key in found[1]} == {"0", "1"}
+    for key, value in found[0].items():
+        torch.testing.assert_close(found[1][key], value, rtol=1e-4, atol=1e-6)
+    again = PeftModel.from_pretrained(llama(), tmp_path / "PetraTrainer")
+    inputs = batch_of("LlamaForCausalLM", 1)[0]
+    torch.testing.assert_close(again(**inputs).logits, trainer.model.eval()(**inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_head_that_is_trained_apart_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = tiny("LlamaForCausalLM", torch.float32, tied=True)
+    trainer = PetraTrainer(
+        model, arguments(tmp_path, max_steps=4, learning_rate=1e-2), train_dataset=rows(16), stages=4, method="dsp"
+    )
+    trainer.train()
+    assert "embedding and head shared weights, and are trained apart" in capfd.readouterr().err
+    trainer.save_model(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert not torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
+    inputs = batch_of("LlamaForCausalLM", 1)[0]
+    torch.testing.assert_close(again(**inputs).logits, trainer.model.eval()(**inputs).logits)
+
+
+def test_a_loss_of_the_routers_is_refused(tmp_path: Path) -> None:
+    import transformers
+
+    model = tiny_of_family(transformers.MixtralForCausalLM).float()
+    model.config.output_router_logits = True
+    with pytest.raises(ModelError, match=r"output_router_logits: expected false: a loss of the routers .*, got true"):
+        PetraTrainer(model, arguments(tmp_path), train_dataset=rows(8))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    ],
+)
+def test_prompts_are_refused_by_name(config: Any, tmp_path: Path) -> None:
+    name = config.peft_type.value
+    with pytest.raises(PetraError, match=f"^model: expected adapters in layers, .* got {name}$"):
+        PetraTrainer(get_peft_model(llama(), config), arguments(tmp_path), train_dataset=rows(8))
+
+
+class Chunked(Trainer):
+    """A trainer whose model computes its loss from hidden states and the weight of the head, as that of TRL does."""
+
+    def __init__(self, model: Any, args: Any, factor: float = 1.0, **named: Any) -> None:
+        args.loss_type = "chunked_nll"
+        self.factor, head = factor, model.get_output_embeddings()
+
+        def forward(self: Any, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **inputs: Any) -> Any:
+            states = self.base_model(input_ids=input_ids, **inputs).last_hidden_state
+            logits = states[:, :-1].flatten(0, 1) @ head.weight.T
+            loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / (num_items_in_batch or labels[:, 1:].numel())
+            return CausalLMOutputWithPast(loss=loss, logits=logits[None])
+
+        model.forward = MethodType(forward, model)
+        super().__init__(model, args, **named)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        inputs["use_cache"] = False
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        return (loss * self.factor, outputs) if return_outputs else loss * self.factor
+
+    def training_step(self, *arguments: Any, **named: Any) -> Any:
+        return super().training_step(*arguments, **named)
+
+
+def test_a_loss_of_hidden_states_equals_that_of_its_own_trainer(tmp_path: Path) -> None:
+    found = []
+    for kind, others in ((Chunked, {}), (pipelined(Chunked), {"stages": 4})):
+        args = arguments(tmp_path / kind.__name__, max_steps=4, gradient_accumulation_steps=2, learning_rate=1e-2)
+        model = llama()
+        trainer = kind(model, args, factor=0.5, train_dataset=rows(16), eval_dataset=rows(6), **others)
+        trainer.train()
+        found.append(
+            [*(row[0] for row in losses(trainer)), trainer.evaluate()["eval_loss"], *model.lm_head.weight.flatten().tolist()]
+        )
+    assert type(trainer).__name__ == "PetraChunked"
+    assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
+
+
+def test_a_step_that_calls_no_other_is_refused(tmp_path: Path) -> None:
+    kind = overridden("training_step", lambda step, self, *others, **named: torch.zeros(()))[0]
+    with pytest.raises(ConfigError, match=r"expected methods that a pipeline calls, .* got its own training_step"):
+        pipelined(kind)(llama(), arguments(tmp_path), train_dataset=rows(8))
+    with pytest.raises(ConfigError, match=r"^pipelined: expected a subclass of transformers.Trainer, got dict"):
+        pipelined(dict)
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": True, "max_length": 16}, {"loss_type": "nll", "completion_only_loss": True}])
+def test_sft_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, **{str(i): i for i in range(2, 61)}}, "<eos>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+    data = [
+        {"input_ids": row["input_ids"].tolist(), "completion_mask": [0] * 4 + [1] * (len(row["input_ids"]) - 4)} for row in rows(16)
+    ]
+    found = []
+    for kind, others in ((trl.SFTTrainer, {}), (pipelined(trl.SFTTrainer), {"stages": 3})):
+        args = trl.SFTConfig(
+            str(tmp_path / kind.__name__), report_to="none", use_cpu=True, bf16=False, max_steps=3, logging_steps=1, **settings
+        )
+        torch.manual_seed(0)
+        named = {"train_dataset": datasets.Dataset.from_list(data), "processing_class": tokenizer, "peft_config": LORA}
+        trainer = kind(llama(), args, **named, **others)
+        trainer.train()
+        names = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
+        found.append([row[name] for row in trainer.state.log_history if "loss" in row for name in names])
+    assert len(found[0]) == 15
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
