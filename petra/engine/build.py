@@ -224,7 +224,10 @@ def when_completed(
         return None
     from petra.engine.options.global_clip import GlobalClip
 
-    return GlobalClip(plan, workers.values(), device, group)
+    act: Callable[[int], None] = GlobalClip(plan, workers.values(), device, group)
+    for extension in recipe.extensions:
+        act = extension.when_completed(act, plan, workers)
+    return act
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -25,7 +26,7 @@ from petra.engine.endpoints import Losses
 from petra.engine.metrics import count_targets
 from petra.engine.options.extension import Extension
 from petra.engine.recipe import Recipe
-from petra.errors import DataError, require
+from petra.errors import DataError, ModelError, require
 from petra.huggingface.arguments import rates
 from petra.huggingface.blocks import Head, kind_of, split
 from petra.huggingface.feed import Entry, Exit, Form, longest_batch, random_states, set_random_states
@@ -34,6 +35,7 @@ from petra.huggingface.inputs import FIELDS, next_tokens
 from petra.huggingface.load import base_of, built, report_untied, untie
 from petra.huggingface.optimizers import stage_optimizer, states_of, without_steps
 from petra.huggingface.outputs import answering, check_called
+from petra.huggingface.ties import TiedWeights
 from petra.method import Method
 from petra.model import BlockSpec, Model
 from petra.models.head_loss import LinearCrossEntropy, without_logits
@@ -69,6 +71,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     _states: dict[Tensor, dict[str, Any]]
     _remainder: int | None = None
     _last: int = 0
+    _added: int = 0
     _logs_of_all: bool = False
     _chunks: LinearCrossEntropy | None = None
 
@@ -164,7 +167,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             steps: Number of updates of the training.
         """
         args, base = self.args, base_of(self.model)
-        report_untied(untie(base))
+        self._untie(base)
         with raise_on_all_ranks():
             form = self._form(loader, evaluated) if self.rank == 0 else None
         self.form: Form = all_gather_objects(form)[0]
@@ -184,7 +187,9 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             metrics=0,
         )
         self._at_once = plan.method.flush or not any(plan.delays)
+        ties = self._ties(base) if steps else ()
         clip = args.max_grad_norm or 0
+        most = clip or (sys.float_info.max if ties else None)
         if clip and not self._at_once and len(plan.stages) > 1 and self.rank == 0:
             print(f"max_grad_norm={clip} of each stage: with {plan.method.name} they update apart", flush=True)
         self._states |= {} if self._pipeline is None else states_of(self._pipeline)
@@ -195,8 +200,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             losses,
             metrics={},
             seed=args.seed,
-            rules=UpdateRules(clip=clip or None, clip_globally=self._at_once and clip > 0),
-            extensions=self._extensions if steps else (),
+            rules=UpdateRules(clip=most, clip_globally=self._at_once and most is not None),
+            extensions=(*self._extensions, *ties) if steps else (),
         )
         if whole is not None and self.rank == 0:
             print(forecast(plan, recipe, whole, args.device.type, self._chunks), flush=True)
@@ -205,6 +210,25 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         processes = plan.layout.processes
         last = next(p for p, owned in enumerate(processes) if len(plan.stages) - 1 in owned)
         self._last = self.replica * len(processes) + last
+
+    def _untie(self, base: Any) -> None:
+        """Give an embedding and a head that share their weights one each. They count as tied until they are trained apart."""
+        added = untie(base)
+        self._added = added or self._added
+        base.config.tie_word_embeddings = self._added > 0
+
+    def _ties(self, base: Any) -> tuple[TiedWeights, ...]:
+        """Return what keeps an embedding and a head equal that shared weights. Say so if gradients are late, and they aren't."""
+        tied = (base.get_input_embeddings().weight, base.get_output_embeddings().weight) if self._added else ()
+        if not any(p.requires_grad for p in tied):
+            return ()
+        if not self._at_once or not all(p.requires_grad for p in tied):
+            report_untied(self._added)
+            self._added, base.config.tie_word_embeddings = 0, False
+            return ()
+        require(torch.equal(*tied), "model, head", "the weights of the embedding, which it shares", "others", ModelError)
+        named = {id(p): f"{block}.{key}" for block, part in self._parts.items() for key, p in part.named_parameters()}
+        return (TiedWeights(*(named[id(p)] for p in tied)),)
 
     def _blocks(self, base: Any, parts: dict[str, nn.Module]) -> tuple[Model, Losses]:
         """Return the model of a pipeline, whose modules and parameters are those of ``base``, and its losses."""

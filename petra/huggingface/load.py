@@ -191,6 +191,23 @@ def untie(model: Any) -> int:
 
 
 @contextmanager
+def shared(model: Any) -> Iterator[None]:
+    """Let the head share the weights of the embedding, to which they are equal, inside the ``with`` block.
+
+    Raises:
+        ModelError: If they differ.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    own = head.weight
+    require(torch.equal(own, embedding.weight), "lm_head", "the weights of the embedding", "others", ModelError)
+    head.weight = embedding.weight
+    try:
+        yield
+    finally:
+        head.weight = own
+
+
+@contextmanager
 def quiet(path: object) -> Iterator[None]:
     """Refuse in one line what can't be read or written, without progress bars and reports of ``transformers``."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -8,6 +8,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from petra.huggingface.blocks import split
 from petra.huggingface.evaluation import Evaluating
 from petra.huggingface.feed import Reader, numbers, source_of
 from petra.huggingface.inputs import FIELDS
-from petra.huggingface.load import base_of, report_untied, untie
+from petra.huggingface.load import base_of, shared
 from petra.huggingface.optimizers import copy_settings, gather_states, read_states, states_of
 from petra.huggingface.stepwise import Stepwise
 from petra.method import METHODS, Keep, Method
@@ -55,7 +56,7 @@ class PetraTrainer(Evaluating):
     The loop, its callbacks, logs, schedules, evaluation and checkpoints are those of ``Trainer``, and the loss is what
     ``compute_loss`` returns for the model, on the last stage. Differences:
 
-    * If embedding and head share weights, they are trained apart, and the model is saved so.
+    * With late gradients, an embedding and a head that share weights are trained apart, and the model is saved so.
     * Weights have already changed at ``on_pre_optimizer_step``.
     * With a method that doesn't flush, logs have no ``grad_norm``, gradients are clipped by the norm of each stage, callbacks of
       other processes than the first get the events of several updates at once, and what they ask for comes at the next drain.
@@ -107,7 +108,7 @@ class PetraTrainer(Evaluating):
         base = base_of(self.model)
         empty = next((name for name, p in base.named_parameters() if p.is_meta), None)
         require(empty is None, "model", "weights (from_pretrained maps those of a folder)", f"none in {empty}", ModelError)
-        report_untied(untie(base))
+        self._untie(base)
         split(base, FIELDS[:1], None)  # refuses other classes
         self._pipeline: Pipeline | None = None
         self._reader: Reader | None = None
@@ -409,7 +410,8 @@ class PetraTrainer(Evaluating):
         self._check_generation()
         self.gather_weights()
         if self.rank == 0:
-            super().save_model(output_dir, _internal_call)
+            with shared(base_of(self.model)) if self._added else nullcontext():
+                super().save_model(output_dir, _internal_call)
 
     def _check_generation(self) -> None:
         """Check before training that the settings of generation can be saved with the model."""
@@ -473,6 +475,13 @@ class PetraTrainer(Evaluating):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
+        base = base_of(self.model)
+        weight = base.get_output_embeddings().weight if self._added else None
+        head = next((name for name, p in self.model.named_parameters() if p is weight), "")
+        if weight is not None and head in load_result.missing_keys:  # shared with the embedding in the file
+            with torch.no_grad():
+                weight.copy_(base.get_input_embeddings().weight)
+            load_result = load_result._replace(missing_keys=[name for name in load_result.missing_keys if name != head])
         missing = [name for name in load_result.missing_keys if name not in (self.model._keys_to_ignore_on_save or ())]
         expected = "all weights of the model (embedding and head are trained apart here)"
         require(not missing, "resume_from_checkpoint", expected, f"none of {', '.join(missing)}")

@@ -9,13 +9,13 @@ import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from petra import ConfigError, ModelError, PetraError
 from petra.huggingface import PetraTrainer, pipelined
 from petra.huggingface.check import tiny as tiny_of_family
-from tests.huggingface.models import batch_of, tiny
+from tests.huggingface.models import batch_of
 from tests.huggingface.test_equal_to_trainer import both, llama, overridden
 from tests.huggingface.test_trainer import arguments, losses, rows
 
@@ -49,20 +49,6 @@ def test_files_have_the_adapters_of_all_stages(tmp_path: Path) -> None:
     again = PeftModel.from_pretrained(llama(), tmp_path / "PetraTrainer")
     inputs = batch_of("LlamaForCausalLM", 1)[0]
     torch.testing.assert_close(again(**inputs).logits, trainer.model.eval()(**inputs).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_a_tied_head_that_is_trained_apart_is_saved(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = tiny("LlamaForCausalLM", torch.float32, tied=True)
-    trainer = PetraTrainer(
-        model, arguments(tmp_path, max_steps=4, learning_rate=1e-2), train_dataset=rows(16), stages=4, method="dsp"
-    )
-    trainer.train()
-    assert "embedding and head shared weights, and are trained apart" in capfd.readouterr().err
-    trainer.save_model(tmp_path / "saved")
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert not torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
-    inputs = batch_of("LlamaForCausalLM", 1)[0]
-    torch.testing.assert_close(again(**inputs).logits, trainer.model.eval()(**inputs).logits)
 
 
 def test_a_loss_of_the_routers_is_refused(tmp_path: Path) -> None:

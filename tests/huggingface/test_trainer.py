@@ -104,7 +104,7 @@ def test_events_evaluation_saving_and_resuming(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "PetraTrainer").iterdir()] == ["checkpoint-12"]
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "PetraTrainer/checkpoint-12")
-    assert not model.config.tie_word_embeddings
+    assert model.config.tie_word_embeddings
     plain = Trainer(model, arguments(tmp_path, per_device_eval_batch_size=1), eval_dataset=[data["eval_dataset"][0]])
     mine = trainer.evaluate([data["eval_dataset"][0]])
     assert mine["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from petra.engine.block import BlockRunner
 from petra.engine.stage import Stage
 from petra.engine.update import LearningRate, Part
+from petra.engine.worker import Worker
 from petra.method import Method
 from petra.plan import Plan
 from petra.transport import Port
@@ -57,3 +58,7 @@ class Extension:
     def parts_after_step(self, stage: Stage, plan: Plan, j: int, others: Sequence[Part]) -> Sequence[Part]:
         """Return parts to run after the step of a stage that has parameters, given the extensions' parts before it."""
         return ()
+
+    def when_completed(self, act: Callable[[int], None], plan: Plan, workers: Mapping[int, Worker]) -> Callable[[int], None]:
+        """Return what a rank does, with global clipping, after each microbatch that all stages have done; by default ``act``."""
+        return act
