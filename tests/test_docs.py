@@ -54,18 +54,19 @@ TRAINS = ("launch.train", "launch.node", "benchmarks.nodes")
 GROUPS = "model|data|method|remedy|optim|outer|schedule|trainer|checkpoint|cluster|logger|experiment"
 KEY = re.compile(rf"(?:k|dp|seed|run_dir|resume|resume_change|init_from|init_skip|dry_run|(?:{GROUPS})(?:\.\w+)?)=\S+")
 OTHERS = {
+    ".",
     "apptainer",
+    "apt-get",
+    "docker",
+    "docker/two_nodes.sh",
     "enroot",
     "git",
-    "petra",
-    "docker",
     "kubectl",
+    "petra",
+    "pytest",
+    "rm",
     "sbatch",
     "srun",
-    "apt-get",
-    "pytest",
-    ".",
-    "docker/two_nodes.sh",
 }
 """Programs that aren't run; what their command lines name is checked all the same."""
 SHORTER = {
