@@ -31,7 +31,7 @@ class Options:
         one_slot: Whether a device runs one NCCL operation at a time. Operations of several communicators then need one order.
         patience_ms: Time after which a host that waits for the device reports a deadlock.
         fault: What happens at launch number ``fault_at`` of this process: ``die`` or ``hang``; empty for nothing.
-        fault_microbatch: With a value >= 0, launches count for ``fault_at`` from the first forward pass of this microbatch on.
+        fault_microbatch: With a value >= 0, launches count for ``fault_at`` from the first backward pass of this microbatch on.
         fault_rank: Only the process whose RANK this is has the fault; -1 for any.
     """
 
@@ -120,18 +120,18 @@ def configure(options: Options) -> None:
 
 
 def _delay_fault(options: Options) -> None:
-    """Count launches for the fault from the first forward pass of a microbatch on."""
+    """Count launches for the fault from the first backward pass of a microbatch on."""
     from petra.engine.worker import Worker
 
-    forward = Worker.forward
+    backward = Worker.backward
 
     def counted(worker: Worker, m: int) -> None:
         if m == options.fault_microbatch:
             extension.settings().fault_at = extension.launches() + options.fault_at
-            Worker.forward = forward  # type: ignore[method-assign]
-        forward(worker, m)
+            Worker.backward = backward  # type: ignore[method-assign]
+        backward(worker, m)
 
-    Worker.forward = counted  # type: ignore[method-assign]
+    Worker.backward = counted  # type: ignore[method-assign]
 
 
 @contextmanager

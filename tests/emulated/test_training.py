@@ -102,8 +102,9 @@ LISTED = {  # kind and place: how often per run, per stage, per stage and update
     # Checks of a pipeline's first microbatch, and of what a call of train leaves.
     "copy petra/engine/checks.py marks_of": (0, 2, 0, 0),
     "item petra/engine/checks.py <genexpr>": (8, 12, 0, 0),
-    "item petra/engine/options/checked_inverse.py <genexpr>": (4, 4, 0, 0),
+    "item petra/engine/options/checked_inverse.py <genexpr>": (8, 8, 0, 0),
     "item petra/engine/options/checked_inverse.py compare": (8, 8, 0, 0),
+    "item petra/engine/options/checked_inverse.py _distance": (8, 8, 0, 0),
 }
 
 

@@ -51,7 +51,7 @@ class CheckedInverse(CheckedFunction):
         """Return the names of the gradients that plain autograd does not give. It frees each one as soon as it is compared."""
         scale = max(t.norm().item() for t in (*dx, *gradients.values()))
         dense = {p: p.grad for p, g in gradients.items() if p.grad is not None and p.grad.dtype == g.dtype and not g.is_sparse}
-        held = {p: grad for p, grad in dense.items() if not grad.any()}
+        held = dict(pair for pair in dense.items() if not pair[1].any())
         for p, grad in held.items():
             gradients[p] = grad.copy_(gradients[p])
         wrong, missing = list[str](), {name: gradients[p] for name, p in self.parameters.items() if p in gradients}
