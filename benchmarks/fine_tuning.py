@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.records import recorded
-from benchmarks.report import best_rate, machine, show_records
+from benchmarks.report import add_cells, best_rate, machine, show_records
 from benchmarks.staleness.figures import difference
 from launch.runtime.terminal import command
 from petra import Numerics, Pipeline, Recipe, TensorSpec
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="folder of the checkpoint")
     parser.add_argument("text", type=Path, help="text file in UTF-8")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
-    parser.add_argument("--cells", nargs="*", default=[cell.name for cell in CELLS], help="names of cells to train; all by default")
+    add_cells(parser, (cell.name for cell in CELLS), nargs="*")  # none: show records only
     parser.add_argument("--picture", type=Path, help="file of the picture, .png or .svg")
     options = parser.parse_args()
     if options.cells:

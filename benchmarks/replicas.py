@@ -11,7 +11,6 @@ packed as these pack them. Each run is written to a file of its own in RUNS. Run
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -26,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.records import recorded
-from benchmarks.report import machine
+from benchmarks.report import cells_parser, machine
 from benchmarks.staleness.cells import CLIP, VOCABULARY, WINDOW, WINDOWS, Cell
 from benchmarks.staleness.train import TEST_WINDOWS, VALIDATION_WINDOWS, mean_loss
 from launch.runtime.terminal import command
@@ -191,15 +190,11 @@ def train(every: int, dp: int, setting: Mapping[str, Any], seed: int, data: Path
 @command
 def main() -> None:
     """Train all cells with the first seed, then with the others."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokens", type=Path, help="folder of the token files")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--cells", nargs="*", help="names of cells such as h16_dp2; all by default")
-    options = parser.parse_args()
+    cells = {f"h{every}_dp{dp}{setting}": (every, dp, setting) for every, dp, setting in RUNS}
+    options = cells_parser(__doc__, cells).parse_args()
     for seed in SEEDS:
-        for every, dp, setting in RUNS:
-            name = f"h{every}_dp{dp}{setting}"
-            if not options.cells or name in options.cells:
+        for name, (every, dp, setting) in cells.items():
+            if name in options.cells:
                 values = SETTINGS[setting]
                 values = values if dp > 1 or "format" not in values else {**values, "format": None}
                 found = recorded(options.out, f"{name}_s{seed}", lambda: train(every, dp, values, seed, options.tokens))  # noqa: B023

@@ -53,6 +53,25 @@ def benchmark_parser(
     return parser
 
 
+def cells_parser(description: str | None, names: Iterable[str]) -> argparse.ArgumentParser:
+    """Return a parser with the options of benchmarks that train cells on tokens.
+
+    Args:
+        names: Names of all cells, the default of ``--cells``, which refuses others.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokens", type=Path, help="folder of the token files")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
+    add_cells(parser, names)
+    return parser
+
+
+def add_cells(parser: argparse.ArgumentParser, names: Iterable[str], *, nargs: str = "+") -> None:
+    """Add the option ``--cells``, which takes some of these names, and is all of them by default."""
+    known = [*names]
+    parser.add_argument("--cells", nargs=nargs, choices=known, default=known, metavar="NAME", help="cells to train; all by default")
+
+
 def numbers(text: str) -> list[int]:
     """Return the integers of an option, which commas separate."""
     return [int(number) for number in text.split(",")]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import expected, fine_tuning, pipelines, reversible_sequence, stored_choices, vision
+from benchmarks import expected, fine_tuning, pipelines, report, reversible_sequence, stored_choices, vision
 from benchmarks.records import RECORDS, merge, recorded
 from benchmarks.records import main as merging
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
@@ -318,3 +318,12 @@ def interrupted(row: dict[str, float]) -> dict[str, float]:
     if row["epoch"] == 3:
         raise KeyboardInterrupt
     return row
+
+
+def test_an_unknown_cell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = report.cells_parser("", ["a", "b"])
+    assert parser.parse_args(["tokens", "--out", "runs"]).cells == ["a", "b"]
+    assert parser.parse_args(["tokens", "--out", "runs", "--cells", "b"]).cells == ["b"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["tokens", "--out", "runs", "--cells", "b", "c"])
+    assert "argument --cells: invalid choice: 'c'" in capsys.readouterr().err

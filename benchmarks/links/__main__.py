@@ -6,14 +6,12 @@ learning rates, each with the seed of the search, and then with the best one and
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from benchmarks.links.cells import CELLS, LinkCell
-from benchmarks.report import best_rate
-from benchmarks.staleness.__main__ import SEARCH_SEED, SHORT, UPDATES
-from benchmarks.staleness.train import Trial, run
+from benchmarks.report import best_rate, cells_parser
+from benchmarks.staleness.train import SEARCH_SEED, SHORT, train_cell
 from launch.runtime.terminal import command
 
 RATES = (8e-3, 16e-3)
@@ -26,10 +24,8 @@ def trials(cell: LinkCell, data: Path, out: Path, seeds: list[int], rate: float 
     records = list[dict[str, Any]]()
 
     def train(rate: float, seed: int = SEARCH_SEED) -> float:
-        record = run(Trial(cell, rate, SHORT, UPDATES, seed, final=seed != SEARCH_SEED), data, out)
-        records.append(record)
-        print(f"{cell.name}: rate {rate:g}, seed {seed}: {record['bits_per_byte']} bits per byte", flush=True)
-        return float(record["loss"]["val"])
+        records.append(train_cell(cell, rate, SHORT, seed, data, out))
+        return float(records[-1]["loss"]["val"])
 
     rate = rate or best_rate(RATES, train)
     for seed in seeds:
@@ -40,15 +36,12 @@ def trials(cell: LinkCell, data: Path, out: Path, seeds: list[int], rate: float 
 @command
 def main() -> None:
     """Train the cells in their order."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokens", type=Path, help="folder of the token files")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
-    parser.add_argument("--cells", nargs="*", help="names of cells; all by default")
+    parser = cells_parser(__doc__, (cell.name for cell in CELLS))
     parser.add_argument("--seeds", type=int, nargs="*", default=[*SEEDS], help="seeds of the final runs")
     parser.add_argument("--rate", type=float, help="learning rate of the final runs; by default, the best of a search")
     options = parser.parse_args()
     for cell in CELLS:
-        if not options.cells or cell.name in options.cells:
+        if cell.name in options.cells:
             trials(cell, options.tokens, options.out, options.seeds, options.rate)
 
 

@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.staleness.cells import OTHER_SHAPES, SHAPES, VOCABULARY, WINDOW, WINDOWS, Cell
+from benchmarks.staleness.cells import OTHER_SHAPES, SHAPES, WINDOW, WINDOWS, Cell, network
 from petra import Model, Numerics, TensorSpec
-from petra.models import gpt, revgpt
 from petra.plan import make_plan
 from petra.transport.packing import Packing
 
@@ -62,23 +61,7 @@ class LinkCell(Cell):
             return super().make_model()
         depth, dim, heads, full = OTHER_SHAPES["revgpt_2m"] if self.model.endswith("_2m") else SHAPES[self.stages]
         hidden = round(dim * (dim + 3 * full - 3 * self.stream) / (2 * dim + self.stream))
-        build = gpt if self.model.startswith("gpt") else revgpt
-        return build(
-            VOCABULARY,
-            dim,
-            depth,
-            heads,
-            size=WINDOW,
-            hidden=hidden,
-            mlp="swiglu",
-            norm="rmsnorm",
-            bias=False,
-            positions="rotary",
-            qk_norm=True,
-            delimiter=0,
-            embedding_std=0.4,
-            stream=self.stream,
-        )
+        return network(self.model, (depth, dim, heads, hidden), stream=self.stream)
 
 
 def bytes_per_token(cell: Cell) -> tuple[float, float]:

@@ -7,26 +7,20 @@ docs/evidence/staleness_protocol.md has the protocol.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import best_rate
+from benchmarks.report import best_rate, cells_parser
 from benchmarks.staleness.cells import CELLS, LARGE, MOST_COMPARED, Cell
 from benchmarks.staleness.figures import final_runs, read_all
-from benchmarks.staleness.train import Trial, run
+from benchmarks.staleness.train import LONG, SEARCH_SEED, SHORT, train_cell
 from launch.runtime.terminal import command
 
-UPDATES = 256
-"""Updates of each run: 524,288 tokens. Shorter runs of a search would favour larger rates than the final runs need."""
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Peak learning rates of the search, which goes on beyond an edge while the best rate is there."""
-SHORT, LONG = 0.1, 0.3
-"""Warm-ups, as fractions of a run."""
-SEARCH_SEED = 100
 SEEDS, MORE_SEEDS = (0, 1, 2), (3, 4)
-"""Seeds of final runs, which the search does not use, and more of them for the cells that are compared most."""
+"""Seeds of final runs, and more of them for the cells that are compared most."""
 
 
 def trials(cell: Cell, data: Path, out: Path) -> list[dict[str, Any]]:
@@ -34,10 +28,8 @@ def trials(cell: Cell, data: Path, out: Path) -> list[dict[str, Any]]:
     records = list[dict[str, Any]]()
 
     def train(rate: float, warmup: float, seed: int = SEARCH_SEED) -> float:
-        record = run(Trial(cell, rate, warmup, UPDATES, seed, final=seed != SEARCH_SEED), data, out)
-        records.append(record)
-        print(f"{cell.name}: rate {rate:g}, warm-up {warmup:g}, seed {seed}: {record['loss']} nats per token", flush=True)
-        return float(record["loss"]["val"])
+        records.append(train_cell(cell, rate, warmup, seed, data, out))
+        return float(records[-1]["loss"]["val"])
 
     if cell in LARGE:
         small = final_runs(read_all(out)[replace(cell, model=cell.model.replace("_2m", "")).name])[0]
@@ -54,13 +46,9 @@ def trials(cell: Cell, data: Path, out: Path) -> list[dict[str, Any]]:
 @command
 def main() -> None:
     """Train all cells in their order."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokens", type=Path, help="folder of the token files")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
-    parser.add_argument("--cells", nargs="*", help="names of cells; all by default")
-    options = parser.parse_args()
+    options = cells_parser(__doc__, (cell.name for cell in CELLS)).parse_args()
     for cell in CELLS:
-        if not options.cells or cell.name in options.cells:
+        if cell.name in options.cells:
             trials(cell, options.tokens, options.out)
 
 

@@ -86,23 +86,7 @@ class Cell:
         """Return the network."""
         size, _, head = self.model.rpartition("_")
         size, reads = (size, {"head": head}) if head in HEADS else (self.model, {})
-        depth, dim, heads, hidden = OTHER_SHAPES.get(size, SHAPES[self.stages])
-        return (revgpt if size.startswith("revgpt") else gpt)(
-            VOCABULARY,
-            dim,
-            depth,
-            heads,
-            size=WINDOW,
-            hidden=hidden,
-            mlp="swiglu",
-            norm="rmsnorm",
-            bias=False,
-            positions="rotary",
-            qk_norm=True,
-            delimiter=0,
-            embedding_std=0.4,
-            **reads,
-        )
+        return network(size, OTHER_SHAPES.get(size, SHAPES[self.stages]), **reads)
 
     def make_optimizer(self) -> OptimizerFactory:
         """Return a function that builds the optimizer of a stage."""
@@ -115,6 +99,33 @@ class Cell:
         if self.remedy == "prediction":
             return (WeightPrediction("difference" if self.optimizer == "muon" else "velocity"),)
         return (FittedPrediction(),) if self.remedy == "fitted" else ()
+
+
+def network(name: str, shape: tuple[int, int, int, int], **options: Any) -> Model:
+    """Return a network of the benchmark.
+
+    Args:
+        name: Begins with ``revgpt`` or ``gpt``.
+        shape: Layers, width, heads and hidden units.
+        options: Further arguments of :func:`petra.models.revgpt` or :func:`petra.models.gpt`.
+    """
+    depth, dim, heads, hidden = shape
+    return (revgpt if name.startswith("revgpt") else gpt)(
+        VOCABULARY,
+        dim,
+        depth,
+        heads,
+        size=WINDOW,
+        hidden=hidden,
+        mlp="swiglu",
+        norm="rmsnorm",
+        bias=False,
+        positions="rotary",
+        qk_norm=True,
+        delimiter=0,
+        embedding_std=0.4,
+        **options,
+    )
 
 
 def _grid() -> tuple[Cell, ...]:

@@ -12,9 +12,8 @@ import statistics
 from pathlib import Path
 
 from benchmarks.report import machine
-from benchmarks.staleness.__main__ import SHORT, UPDATES
 from benchmarks.staleness.cells import Cell
-from benchmarks.staleness.train import Trial, train
+from benchmarks.staleness.train import SHORT, UPDATES, Trial, train
 from petra import Hook, Pipeline
 from petra.diagnostics.gradient_quality import GradientQuality
 from petra.training import write_json

@@ -24,6 +24,12 @@ from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.errors import NumericsError
 from petra.training import Cosine
 
+UPDATES = 256
+"""Updates of each run: 524,288 tokens. Shorter runs of a search would favour larger rates than the final runs need."""
+SHORT, LONG = 0.1, 0.3
+"""Warm-ups, as fractions of a run."""
+SEARCH_SEED = 100
+"""Seed of a search, which the final runs do not use."""
 VALIDATION_WINDOWS, TEST_WINDOWS = 1024, 2048
 """Windows of each part that are evaluated, at equal distances over the whole part."""
 
@@ -74,6 +80,13 @@ class ErrorHistory(ReconstructionMonitor):
 def run(trial: Trial, data: Path, out: Path) -> dict[str, Any]:
     """Return the record of a trial, trained now unless ``out`` has it."""
     return recorded(out, trial.name, lambda: train(trial, data))
+
+
+def train_cell(cell: Cell, rate: float, warmup: float, seed: int, data: Path, out: Path) -> dict[str, Any]:
+    """Return the record of a run of the usual length, and print it. Without the seed of the search, the run is final."""
+    record = run(Trial(cell, rate, warmup, UPDATES, seed, final=seed != SEARCH_SEED), data, out)
+    print(f"{cell.name}: rate {rate:g}, warm-up {warmup:g}, seed {seed}: {record['loss']} nats per token", flush=True)
+    return record
 
 
 def train(trial: Trial, data: Path, observe: Callable[[Pipeline], Hook] = lambda pipeline: Hook()) -> dict[str, Any]:
