@@ -114,7 +114,7 @@ def test_the_search_chooses_by_the_validation_loss(monkeypatch: pytest.MonkeyPat
         loss = abs(np.log2(trial.rate / 1.6e-2)) + (0 if trial.warmup > 0.2 else 0.1)
         return {"rate": trial.rate, "warmup": trial.warmup, "updates": trial.updates, "seed": trial.seed, "loss": {"val": loss}}
 
-    monkeypatch.setattr(command, "run", pretend)
+    monkeypatch.setattr(train, "run", pretend)
     records = list(command.trials(Cell("backprop"), tmp_path, tmp_path))
     searched = [record["rate"] for record in records if record["seed"] == command.SEARCH_SEED and record["warmup"] == command.SHORT]
     assert searched == [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2], "one rate beyond the best"
