@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import fmean, median
 from typing import Any
 
@@ -86,10 +87,16 @@ def pipeline_costs(stages: Sequence[Sequence[BlockCost]], keeps: Sequence[Sequen
     for blocks, kept in zip(stages, keeps, strict=True):
         forward, backward = (sum(times) for times in zip(*map(BlockCost.seconds, blocks, kept), strict=True))
         update, weights = sum(block.update for block in blocks), sum(block.weights for block in blocks)
-        after = blocks[-1].boundaries[kept[-1]]
-        found.append(StageCost(forward, backward, update, after.forward_bytes, backward_bytes, weights))
-        backward_bytes = after.backward_bytes
+        forward_bytes, returned = _message_bytes(blocks[-1].boundaries[kept[-1]])
+        found.append(StageCost(forward, backward, update, forward_bytes, backward_bytes, weights))
+        backward_bytes = returned
     return found
+
+
+@cache
+def _message_bytes(boundary: Boundary) -> tuple[int, int]:
+    """Return the bytes of both messages of a boundary, which a search over partitions asks for again and again."""
+    return boundary.forward_bytes, boundary.backward_bytes
 
 
 def with_copies(costs: Sequence[StageCost], bandwidth: float) -> list[StageCost]:

@@ -129,7 +129,7 @@ def peaks(
     k = 6 if method == "pipedream_2bw" else 2
     with LiveBytes() as live:
         pipeline = Pipeline(net, inputs, recipe, method=method, k=k, stages=stages, numerics=numerics)
-        pipeline.train(Zeros(), 2 * max(pipeline.plan.delays) + 4 * k)
+        pipeline.train(Zeros(), max(pipeline.plan.delays) + 2 * k)
     (found,) = predict_memory(pipeline.plan, recipe, TensorSpec((8,), torch.int64))
     return live.most, found.tensors
 
