@@ -42,7 +42,7 @@ def test_reversible_peers_have_the_gradients_of_plain_autograd(name: str) -> Non
 
 @pytest.mark.processes
 def test_pipelines_make_plain_updates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run the command, which itself compares each contestant's first update with plain autograd's. Other tests do so for petra's."""
+    """Run the command, which itself compares each contestant's first update with plain autograd's. Other tests do it for petra."""
     only = ["PETRA, graphs kept, d = 1", pipelines.AUTO, "torch", "DeepSpeed"]
     sizes = ["--k=3", "--blocks=2", "--channels=4", "--size=4", "--batch=2", "--microbatches=1", "--threads=1"]
     monkeypatch.setattr(stored_choices, "LANGUAGE", {"classes": 5, "dim": 4, "heads": 2, "size": 3})
