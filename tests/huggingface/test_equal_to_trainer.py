@@ -370,12 +370,12 @@ def eager(**settings: Any) -> Any:
 
 
 def test_documents_of_a_model_with_eager_attention_do_not_see_each_other() -> None:
-    """Gemma 2 is loaded with it."""
+    """Gemma 2 is loaded with it. Its softmax is in float32, so its last bits depend on the length of a row."""
     tokens = torch.randint(4, VOCABULARY, (2, 12))
     tokens[:, [0, 7]] = 3
     together = eager(delimiter=3)(tokens).unflatten(0, (2, -1))
     alone = [eager()(part).unflatten(0, (2, -1)) for part in (tokens[:, :7], tokens[:, 7:])]
-    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(together, torch.cat(alone, 1), rtol=1e-3, atol=1e-5)
 
 
 def test_memory_and_speed_are_said_before_training(
