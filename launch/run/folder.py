@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import pairwise
 from math import isnan, nan
@@ -57,30 +58,23 @@ def require_format(found: Mapping[Any, Any], source: Path) -> dict[str, Any]:
 
 
 def upgraded(found: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a configuration of layout 3 in layout 4: ``trainer.streams`` was one key for two. Others keep their layout.
+    """Return a configuration in the current layout, if it is one of layout 3 or 4; others are returned as they are.
 
-    A configuration without the group ``outer`` gets the group's defaults.
+    In layout 3, ``trainer.streams`` was one key for two. What petra has gained since it was written gets its defaults: parameters
+    of its functions, and groups with a file ``none``.
     """
-    if found.get("format") in (3, FORMAT):
-        target = configurations("outer")["none"][1]["_target_"]
-        defaults = {name: key.default for name, key in keys("outer", target).items()}
-        found = {"outer": {**defaults, "_target_": target}, **found}
-    if found.get("format") != 3:
-        return dict(found)
-    trainer = {**(found.get("trainer") or {})}
-    streams = trainer.pop("streams", None)
-    trainer |= {"exact_streams": streams == "exact", "message_format": None if streams in ("float32", "exact") else streams}
-    return {**found, "format": FORMAT, "trainer": trainer}
-
-
-def with_defaults(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with what petra's functions have gained since it was written, as their defaults."""
-    filled = dict(found)
-    for group in SECTIONS:
-        values = found.get(group, {})
-        if is_shipped(target := str(values.get("_target_"))):
-            filled[group] = {name: key.default for name, key in keys(group, target).items() if key.default is not ...} | values
-    return filled
+    found = dict(found)
+    if found.get("format") == 3:
+        trainer = {**(found.get("trainer") or {})}
+        streams = trainer.pop("streams", None)
+        trainer |= {"exact_streams": streams == "exact", "message_format": None if streams in ("float32", "exact") else streams}
+        found |= {"format": FORMAT, "trainer": trainer}
+    for group in SECTIONS if found.get("format") == FORMAT else ():
+        values = found.get(group, configurations(group).get("none", ("", None))[1])
+        if isinstance(values, Mapping) and is_shipped(target := str(values.get("_target_"))):
+            with suppress(ConfigError):  # read_config refuses functions that petra no longer has
+                found[group] = {name: key.default for name, key in keys(group, target).items() if key.default is not ...} | values
+    return found
 
 
 def load_config(path: Path) -> dict[str, Any]:

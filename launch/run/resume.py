@@ -17,7 +17,7 @@ from petra.training.weight_files import State
 
 from ..config.schema import Config
 from ..runtime.rank import Process
-from .folder import CHECKPOINTS, as_data, changes_results, differences, flat, require_format, with_defaults
+from .folder import CHECKPOINTS, as_data, changes_results, differences, flat, require_format
 from .weights import SavedWeights
 
 FIXED = ("optim._target_", "optim.weights", "k")
@@ -90,7 +90,7 @@ def require_same(
     for name in allowed:
         known = any(key == name or key.startswith(f"{name}.") for key, _ in flat(wanted))
         require(known, "resume_change", "a list of keys and groups", name)
-    changes = {key: values for key, values in differences(with_defaults(found), wanted).items() if changes_results(key)}
+    changes = {key: values for key, values in differences(found, wanted).items() if changes_results(key)}
     for key, (before, now) in changes.items():
         hint = "init_from starts from its weights" if key in FIXED else f"resume_change=[{key}] allows another value"
         accepted = key not in FIXED and (key in allowed or key.partition(".")[0] in allowed)

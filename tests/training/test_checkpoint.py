@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from launch.config.compose import compose_overrides
-from launch.run.folder import as_data
+from launch.run.folder import as_data, require_format
 from launch.run.resume import require_same
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
@@ -223,14 +223,16 @@ def test_another_configuration_is_an_error() -> None:
             require_same(found, same | new, Path("c"))
 
 
-def test_a_run_resumes_after_its_model_has_gained_an_argument() -> None:
-    """A configuration that lacks ``model.head`` was written when there was only one head."""
+def test_a_run_resumes_after_petra_has_gained_an_argument_and_a_group() -> None:
+    """A configuration that lacks ``model.head`` and ``outer`` was written when there was only one head, and no outer step."""
     words = ["model=revgpt", "data=text"]
     found = as_data(compose_overrides(words))
-    del found["model"]["head"]
+    del found["model"]["head"], found["outer"]
+    found = require_format(found, Path("c"))
     assert not require_same(found, as_data(compose_overrides(words)), Path("c"))
-    with pytest.raises(ConfigError, match=r"model\.head: expected concat as in c, .* got sum"):
-        require_same(found, as_data(compose_overrides([*words, "model.head=sum"])), Path("c"))
+    for key, before, now in (("model.head", "concat", "sum"), ("outer.every", "0", "4")):
+        with pytest.raises(ConfigError, match=rf"{key}: expected {before} as in c, .* got {now}"):
+            require_same(found, as_data(compose_overrides([*words, f"{key}={now}"])), Path("c"))
 
 
 def test_a_checkpoint_holds_what_belongs_to_tensors_and_older_ones_are_refused(tmp_path: Path) -> None:
