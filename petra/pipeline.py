@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from petra.distributed import all_gather_objects, bind_device, raise_on_all_ranks
 from petra.engine.build import build_stages, build_workers, when_completed
-from petra.engine.checks import marks_of
+from petra.engine.checks import left_by, marks_of
 from petra.engine.endpoints import DataPort, DataSource, LossPort, require_source
 from petra.engine.executor import Executor
 from petra.engine.metrics import size_of
@@ -150,8 +150,8 @@ class Pipeline:
             self.replicas.attach([*self.workers.values()], self.hooks, transport)
         on_completed = when_completed(plan, recipe, self.workers, device, group)
         self._executor = Executor(plan, self.workers, transport, self.hooks, on_completed)
-        self._remember()
-        self._noticed = {"modes", "gradients", "parameters", "buffers"} if self.replica else set[str]()
+        self.left = left_by(self.workers.values())
+        self.noticed = {"modes", "gradients", "parameters", "buffers"} if self.replica else set[str]()
 
     def train(
         self,
@@ -179,11 +179,11 @@ class Pipeline:
         call = f"Pipeline.train({microbatches} microbatches, stop={'None' if stop is None else 'a function'})"
         with self._called(call):
             self._set_data(data, start, microbatches, training=True)
-        for worker, left, gradients in self._left:
-            if left != marks_of(worker):
-                from petra.engine.options.between_calls import notice_changes
+        if any(marks != marks_of(worker) for worker, marks, _ in self.left):
+            from petra.engine.options.between_calls import notice_changes
 
-                notice_changes(worker, left, gradients, self._noticed)
+            notice_changes(self.left, self.noticed, modes=True)
+        self.left = []  # a call that fails leaves nothing to compare with
         self._source.on_microbatch = on_microbatch
         for begin in self.hooks.calls("train_begin"):
             begin(start, start + microbatches)
@@ -196,7 +196,7 @@ class Pipeline:
         if self.replicas is not None:
             self.replicas.synchronize()
         check_drained(self.plan, self.workers, self.device)
-        self._remember()
+        self.left = left_by(self.workers.values())
         done, k, watched = self.microbatches_done, self.plan.k, bool(on_microbatch or stop)
         if 0 < done < k and self.rank == 0 and not watched:  # a caller that watches or stops training may end a call on purpose
             log.warning("k=%d: no update yet, after %d microbatches; the weights have not changed", k, done)
@@ -217,13 +217,6 @@ class Pipeline:
         if self.rank == 0 and microbatches and not (result.targets and isfinite(result.loss)):
             log.warning("evaluation: expected targets with a finite loss, got %d with the loss %s", result.targets, result.loss)
         return result
-
-    def _remember(self) -> None:
-        """Remember what the stages have, for the next call of :meth:`train`."""
-        self._left: list[tuple[Any, ...]] = []
-        for worker in self.workers.values():
-            worker.stage.resumed = False
-            self._left.append((worker, marks_of(worker), [p.grad for p in worker.stage.gradients.parameters]))
 
     def _result(self, totals: Tensor) -> Result:
         """All-reduce a sum of reports, and return its result."""
@@ -269,6 +262,7 @@ class Pipeline:
         Raises:
             ModelError: If a key belongs to no block, or an entry is missing or has another shape. The message names the block.
         """
+        from petra.engine.options.between_calls import renew
         from petra.engine.options.loading import load_blocks
 
         load_blocks(self.plan.model, dict(self.blocks()), state)
@@ -276,6 +270,7 @@ class Pipeline:
             worker.stage.resume(worker.microbatches_done // self.plan.k, {})
             for part in worker.update.parts:
                 part.resume({})
+        renew(self.left, "parameters", "buffers")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse copies: parts of a pipeline refer to each other by identity, so that a copy would be broken."""

@@ -73,7 +73,8 @@ def upgraded(found: Mapping[Any, Any]) -> dict[str, Any]:
         values = found.get(group, configurations(group).get("none", ("", None))[1])
         if isinstance(values, Mapping) and is_shipped(target := str(values.get("_target_"))):
             with suppress(ConfigError):  # read_config refuses functions that petra no longer has
-                found[group] = {name: key.default for name, key in keys(group, target).items() if key.default is not ...} | values
+                defaults = {name: key.default for name, key in keys(group, target).items() if key.default is not ...}
+                found[group] = {**defaults, **values}
     return found
 
 

@@ -6,7 +6,7 @@ A block that stores its input must return the same output again. :mod:`petra.eng
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -25,6 +25,8 @@ from petra.torch_private import leaves_of, module_hooks, storage_key, tree_leave
 
 log = logging.getLogger(__name__)
 Samples = list[tuple[Tensor, Tensor]]
+Marks = dict[tuple[str, str], tuple[Any, ...]]
+Left = tuple[Worker, Marks, list[Tensor | None]]  # a worker, marks of its stage, and the gradients of its parameters
 
 
 def unchecked(stage: Stage) -> Iterator[BlockRunner]:
@@ -109,13 +111,19 @@ def samples(streams: Streams) -> Samples:
     return found
 
 
-def marks_of(worker: Worker) -> dict[str, tuple[Any, ...]]:
-    """Return marks of modes and tensors of a worker's stage, which differ after a change; 64 entries show changes by ``.data``."""
-    found, sampled = dict[str, tuple[Any, ...]](), dict[str, Tensor]()
+def left_by(workers: Iterable[Worker]) -> list[Left]:
+    """Return what the stages of workers have."""
+    return [(worker, marks_of(worker), [p.grad for p in worker.stage.gradients.parameters]) for worker in workers]
+
+
+def marks_of(worker: Worker) -> Marks:
+    """Return marks of a worker's stage by kind and name, which differ after a change; 64 entries show changes by ``.data``."""
+    found, sampled = Marks(), dict[tuple[str, str], Tensor]()
     for block, module in ((runner.function.name, runner.function.module) for runner in worker.stage.runners):
-        found |= {f"{block}, {name}, mode": (part.training,) for name, part in module.named_modules()}
+        found |= {("modes", f"{block}, {name}, mode"): (part.training,) for name, part in module.named_modules()}
         for name, t in chain(module.named_parameters(), module.named_buffers()):
-            for key, own in ((f"{block}, {name}", t), (f"{block}, {name}.grad", t.grad)):
+            kind = "parameters" if isinstance(t, nn.Parameter) else "buffers"
+            for key, own in (((kind, f"{block}, {name}"), t), (("gradients", f"{block}, {name}.grad"), t.grad)):
                 found[key] = () if own is None else (id(own), storage_key(own), version_counter(own))
                 if own is not None:
                     flat = own.detach().flatten()

@@ -31,7 +31,7 @@ class Stage:
         self, runners: Sequence[BlockRunner], gradients: Accumulation, *, returns_input: bool = True, channels_last: bool = False
     ) -> None:
         self.runners, self.gradients, self.module = list(runners), gradients, gradients.module
-        self.returns_input, self.channels_last, self.resumed = returns_input, channels_last, False
+        self.returns_input, self.channels_last = returns_input, channels_last
 
     def begin_run(self, number: int) -> None:
         """Prepare for a run of training.
@@ -117,7 +117,6 @@ class Stage:
 
     def resume(self, updates: int, previous: Mapping[Tensor, Tensor]) -> None:
         """Restore the state after ``updates`` updates, when :meth:`previous` returned ``previous``."""
-        self.resumed = True
         for runner in self.runners:
             names = runner.parameters.items() if previous else ()
             runner.versions.resume(updates, {name: previous[p].to(p, copy=True).requires_grad_() for name, p in names})

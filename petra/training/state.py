@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from petra.engine.options.between_calls import notice_changes, renew
 from petra.engine.options.optimizer_state import Kinds
 from petra.engine.options.outer_step import MOMENTUM, SUM
 from petra.engine.options.state import kinds_of, load_kinds, numbers_of
@@ -36,6 +37,7 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
     their accumulated gradients are complete only if replicas may be lost. Replicas that train apart each return their own state,
     whose parts have names such as ``optimizer@1``, with the index of the replica, except for the first one.
     """
+    notice_changes(pipeline.left, pipeline.noticed, modes=False)
     state: State = {}
     whole = pipeline.replicas is None or pipeline.replicas.first or every_replica
     apart = pipeline.replicas is not None and pipeline.replicas.apart
@@ -103,6 +105,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         if pipeline.replicas is not None:
             pipeline.replicas.restored(worker)
     pipeline.microbatches_done = clock
+    renew(pipeline.left, "gradients")
 
 
 def network(folder: Path, *, averaged: bool = False) -> State:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import ConfigError, Keep, Method, Model, ModelError, Numerics, Pipeline, TensorSpec, UpdateRules, Weights
+from petra import ConfigError, Keep, Method, Model, ModelError, Numerics, OuterStep, Pipeline, TensorSpec, UpdateRules, Weights
 from petra.reversible import Coupling
 from petra.training import Checkpoints
 from tests.engine.test_any_block import FLAT, Halves, Vectors, chain, linear
@@ -406,25 +406,83 @@ def halve(pipeline: Pipeline) -> None:
         p.data.mul_(0.5)
 
 
-def test_parameters_that_a_caller_changes_count_and_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """Also where updates start from other tensors: master weights, moving averages, older versions."""
+def test_parameters_that_a_caller_changes_are_named(caplog: pytest.LogCaptureFixture) -> None:
     twice(halve)
     expected = "parameters have changed since the last call of train, training continues from them: block c0, f.0.bias and"
     assert caplog.messages[0].startswith(expected)
-    model = Model.of("mine", {"a": nn.Linear(6, 6), "b": nn.Linear(6, 3)})
-    data = Vectors()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rules": UpdateRules(weights="bf16"), "numerics": Numerics(autocast=torch.bfloat16)},
+        {"rules": UpdateRules(average=0.999)},
+        {"method": "pipedream_2bw"},
+        {"extensions": [OuterStep(2)]},
+    ],
+    ids=["masters", "averages", "older_weights", "outer_weights"],
+)
+def test_parameters_that_a_caller_changes_count(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Also where updates start from other tensors, and right after these were loaded or before they are saved."""
+    model, data, saved = Model.of("mine", {"a": nn.Linear(6, 6), "b": nn.Linear(6, 3)}), Vectors(), Checkpoints(tmp_path / "c")
     data.inputs = lambda m: Vectors.inputs(data, m).float()  # type: ignore[method-assign]
-    for rules in (UpdateRules(weights="bf16"), UpdateRules(average=0.999), UpdateRules()):
-        method = "pipedream_2bw" if rules == UpdateRules() else "petra"
-        numerics = Numerics(autocast=torch.bfloat16 if rules.weights == "bf16" else None)
-        spec = TensorSpec((4, 6), torch.float32)
-        pipeline = make_pipeline(model, spec, optimizer=partial(sgd, lr=1e-4), rules=rules, numerics=numerics, method=method, k=4)
-        for call in range(2):  # before the first call, too
-            for p in (p for _, block in pipeline.blocks() for p in block.parameters()):
-                p.data.zero_()
-            pipeline.train(data, 4)
-            with pipeline.averaged():
-                assert max(p.abs().max().item() for _, block in pipeline.blocks() for p in block.parameters()) < 0.01, (rules, call)
+
+    def built() -> Pipeline:
+        spec, rest = TensorSpec((4, 6), torch.float32), {"method": "petra", "k": 4, **settings}
+        return make_pipeline(model, spec, optimizer=partial(sgd, lr=1e-4), **rest)
+
+    def largest(pipeline: Pipeline) -> float:
+        pipeline.train(data, 4)
+        with pipeline.averaged():
+            return max(p.abs().max().item() for _, block in pipeline.blocks() for p in block.parameters())
+
+    pipeline = built()
+    weights = {key: value.clone() for key, value in pipeline.state_dict().items()}
+    saved.save(pipeline, {})
+    for begin in (
+        lambda: None,
+        lambda: pipeline.train(data, 4),
+        lambda: pipeline.load_state_dict(weights),
+        lambda: restored(pipeline, tmp_path / "c"),
+    ):
+        begin()
+        for p in (p for _, block in pipeline.blocks() for p in block.parameters()):
+            p.data.zero_()
+        assert largest(pipeline) < 0.01
+        pipeline.load_state_dict(weights)
+    for p in (p for _, block in pipeline.blocks() for p in block.parameters()):
+        p.data.zero_()
+    saved.save(pipeline, {})
+    assert largest(restored(built(), tmp_path / "c")) < 0.01
+
+
+def test_a_checkpoint_has_no_gradient_that_training_sets_aside(tmp_path: Path) -> None:
+    """After ``zero_grad()`` or ``backward()`` of the caller, a resumed run continues as the uninterrupted one."""
+
+    def add(block: nn.Module) -> None:
+        for p in block.parameters():
+            assert p.grad is not None
+            p.grad.add_(1)
+
+    pipeline, resumed = chain(linear(), linear(6, 3)), chain(linear(), linear(6, 3))
+    pipeline.train(Vectors(), 4)
+    for change in (nn.Module.zero_grad, add):
+        for _, block in pipeline.blocks():
+            change(block)
+        Checkpoints(tmp_path / "c").save(pipeline, {})
+        for _, block in resumed.blocks():
+            change(block)
+        restored(resumed, tmp_path / "c")
+        for each in (pipeline, resumed):
+            each.train(Vectors(), 4)
+        assert_equal(resumed.state_dict(), pipeline.state_dict())
+
+
+def test_averages_in_the_place_of_weights_are_not_saved(tmp_path: Path) -> None:
+    pipeline = chain(linear(), linear(6, 3), rules=UpdateRules(average=0.9))
+    pipeline.train(Vectors(), 4)
+    with pipeline.averaged(), pytest.raises(ConfigError, match=r"^averaged\(\): expected to be left before"):
+        Checkpoints(tmp_path / "c").save(pipeline, {})
 
 
 def test_modes_that_a_caller_changes_are_refused_or_named(caplog: pytest.LogCaptureFixture) -> None:

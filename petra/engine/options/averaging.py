@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from petra.engine.update import Part, Pending, Update
+from petra.errors import require
 from petra.torch_private import foreach_lerp_
 
 
@@ -36,10 +37,11 @@ class WeightAverage(Part):
     """
 
     def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
-        self._parameters, self.decay = parameters, decay
+        self._parameters, self.decay, self._swapped = parameters, decay, False
         self.resume({})
 
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        require(not self._swapped, "averaged()", "to be left before a pipeline is trained or saved", "its weights")
         return {"average": dict(zip(self._parameters, self.values, strict=True))}
 
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
@@ -58,5 +60,6 @@ class WeightAverage(Part):
 
     def swap(self) -> None:
         """Exchange the parameters and their averages."""
+        self._swapped = not self._swapped
         for i, (average, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
             self.values[i], parameter.data = parameter.data, average

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable
 
-from torch import Tensor, nn
+from torch import nn
 
-from petra.engine.checks import marks_of
+from petra.engine.checks import Left, marks_of
 from petra.engine.options.state import kinds_of
 from petra.engine.worker import Worker
 from petra.errors import ModelError, invalid
@@ -16,34 +15,47 @@ from petra.errors import ModelError, invalid
 log = logging.getLogger(__name__)
 
 
-def notice_changes(
-    worker: Worker, left: Mapping[str, tuple[Any, ...]], gradients: Sequence[Tensor | None], noticed: set[str]
-) -> None:
+def renew(left: Iterable[Left], *kinds: str) -> None:
+    """Set the marks of some kinds again, after petra has changed what they mark. Gradients that are others are set aside."""
+    for worker, marks, gradients in left:
+        for p, own in zip(worker.stage.gradients.parameters, gradients, strict=True):
+            p.grad = own  # also after zero_grad()
+        marks.update({key: mark for key, mark in marks_of(worker).items() if key[0] in kinds})
+
+
+def notice_changes(left: Iterable[Left], noticed: set[str], *, modes: bool) -> None:
     """Set gradients aside that train did not leave, let changed parameters count, and name all changes in one warning per kind.
 
     Args:
-        left: Marks of the stage at the end of the last call.
-        gradients: Its gradients then, in the order of its parameters.
+        left: What the stages had at the end of the last call.
         noticed: Kinds of changes that need no warning, or had one.
+        modes: Whether modes matter.
 
     Raises:
         ModelError: If a block has been set to evaluation mode, or gradients have been changed in the middle of an update.
     """
-    stage = worker.stage
+    for each in left:
+        _notice(each, noticed, modes)
+    renew(left, "parameters", "buffers", "gradients")
+
+
+def _notice(left: Left, noticed: set[str], modes: bool) -> None:
+    worker, marks, gradients = left
+    stage, found = worker.stage, dict[str, list[str]]()
     others = {id(p) for p, own in zip(stage.gradients.parameters, gradients, strict=True) if not (p.grad is None or p.grad is own)}
-    for p, own in zip(stage.gradients.parameters, gradients, strict=True):
-        p.grad = own  # also after zero_grad()
-    changed = {name for name, mark in marks_of(worker).items() if left.get(name, mark) != mark}
-    for runner in stage.runners:
-        block, modules = runner.function.name, dict(runner.function.module.named_modules())
-        if any(f"{block}, {name}, mode" in changed for name in modules) and not any(m.training for m in modules.values()):
-            expected = "the mode in which train left it (call .train(); freeze layers before the pipeline is built)"
-            raise invalid(block, expected, "evaluation mode", ModelError)
-    _warn("modes", [name for name in changed if name.endswith(", mode")], "training continues in them", noticed)
-    if stage.resumed:  # from a checkpoint or a state dict
-        return
+    renew([left])
+    for (kind, name), mark in marks_of(worker).items():
+        if marks.get((kind, name), mark) != mark:
+            found.setdefault(kind, []).append(name)
+    if modes and "modes" in found:
+        for runner in stage.runners:
+            block, parts = runner.function.name, [*runner.function.module.named_modules()]
+            if any(f"{block}, {name}, mode" in found["modes"] for name, _ in parts) and not any(part.training for _, part in parts):
+                expected = "the mode in which train left it (call .train(); freeze layers before the pipeline is built)"
+                raise invalid(block, expected, "evaluation mode", ModelError)
+        _warn("modes", found["modes"], "training continues in them", noticed)
     named = {f"{r.function.name}, {name}": p for r in stage.runners for name, p in r.function.module.named_parameters()}
-    accumulated = [name for name in changed if name.endswith(".grad")]
+    accumulated, edited = found.get("gradients", []), found.get("parameters", [])
     if accumulated and worker.microbatches_done % stage.gradients.k:
         expected = "that of a part of an update, as train left it (use torch.autograd.grad, or zero_grad() before backward())"
         raise invalid(accumulated[0], expected, "another one", ModelError)
@@ -51,12 +63,10 @@ def notice_changes(
         stage.gradients.zero()
     foreign = [f"{name}.grad" for name, p in named.items() if id(p) in others]
     _warn("gradients", accumulated + foreign, "which training sets aside", noticed)
-    edited = [name for name in changed if name in named]
     if edited:
         take_edits(worker, [named[name] for name in edited])
     _warn("parameters", edited, "training continues from them", noticed)
-    buffers = [name for name in changed if name not in named and not name.endswith((".grad", ", mode"))]
-    _warn("buffers", buffers, "training continues from them", noticed)
+    _warn("buffers", found.get("buffers", []), "training continues from them", noticed)
 
 
 def _warn(kind: str, names: Collection[str], what: str, noticed: set[str]) -> None:
