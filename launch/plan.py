@@ -45,6 +45,8 @@ from .runtime.rank import Process
 from .runtime.terminal import command, parser_for, path_argument, table
 
 HEADER = ("method", "d", "samples/s", "bubble", "staleness", "loss above exact", "GB per device", "MB per microbatch", "link use")
+COLUMNS = "bubble: mean over stages; staleness, GB, link use: largest; MB: all boundaries in both directions, of one replica"
+"""What the columns are of."""
 EXACT_ENOUGH = 0.95
 """A method with exact gradients is recommended alone if it reaches this fraction of the highest throughput."""
 COMPARED = ("delayed", "reconstruct_stashed", "pipedream", "pipedream_2bw", "gpipe")
@@ -179,11 +181,11 @@ def predict_method(
     else:
         tuned, memory = search_within(devices, partial(tune, blocks, method, k, count, **rules), own, "memory", "device")
     method = replace(method, delay=tuned.delay)
-    rules = {"link": links, "transport": simulated_transport(transport, method.boundary_delays(count - 1))}
-    found = predict(tuned.costs, method, k, **rules)
+    network: dict[str, Any] = {"link": links, "transport": simulated_transport(transport, method.boundary_delays(count - 1))}
+    found = predict(tuned.costs, method, k, **network)
     if sums is not None:
         waits = zip(tuned.costs, sums(tuned, found.period), strict=True)
-        found = predict([replace(cost, update=cost.update + wait) for cost, wait in waits], method, k, **rules)
+        found = predict([replace(cost, update=cost.update + wait) for cost, wait in waits], method, k, **network)
     messages = [(cost.forward_bytes, link.forward) for cost, link in zip(tuned.costs, links, strict=False)]
     messages += [(cost.backward_bytes, link.backward) for cost, link in zip(tuned.costs[1:], links, strict=True)]
     busiest = max((size / link.bandwidth for size, link in messages), default=0.0)
@@ -236,19 +238,21 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     """
     setup = set_up(replace(config, trainer=replace(config.trainer, transport=AUTO)), Process(0, config.dp, 0, 1))
     machines, model = _machines(options, config), setup.plan.model
-    rows, refused = candidates(setup, machines, measure=options.measure, teraflops=options.teraflops)
+    link = _link_of_replicas(options, config, machines) if config.dp > 1 else None
+    rows, refused = candidates(setup, machines, link, measure=options.measure, teraflops=options.teraflops)
     rows, task = with_expected(setup, rows)
     samples, count = setup.plan.inputs.shape[0], min(len(machines.devices), len(setup.plan.layout.profiles))
     lines = [
         f"{model.name}: {len(setup.plan.layout.profiles)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
         f"microbatches of {setup.plan.inputs}, k = {config.k}, {count} of {len(machines.devices)} devices"
         f"{f' in each of {config.dp} replicas' if config.dp > 1 else ''}",
-        _assumptions(options, config),
+        _assumptions(options, config, setup),
         "",
     ]
     if rows:
         lines.append(table(HEADER, [row.cells(samples, task) for row in rows], aligned=True))
-        lines += [_shown_sums(setup, rows[0])] if config.dp > 1 else []
+        lines.append(COLUMNS)
+        lines += [_shown_sums(setup, rows[0], link)] if config.dp > 1 else []
         lines += [NOT_TRAINED] * any(not row.memory for row in rows)
         lines += [] if task is None else [f"loss above exact: measured on {TASKS[task].what} ({PAGE})"]
     chosen = recommend(rows)
@@ -262,10 +266,13 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     return "\n".join([*lines, *(["", "not possible:", *refused] if refused else [])]), bool(chosen)
 
 
-def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: float) -> tuple[list[Candidate], list[str]]:
+def candidates(
+    setup: Setup, machines: Machines, link: Link | None, *, measure: bool, teraflops: float
+) -> tuple[list[Candidate], list[str]]:
     """Return all methods that are possible, the fastest first, and lines about the others.
 
     Args:
+        link: Link between replicas. None: there are none, or their sums are not counted.
         measure: Measure the blocks on this machine.
         teraflops: Speed of a device, if not measured.
     """
@@ -284,7 +291,7 @@ def candidates(setup: Setup, machines: Machines, *, measure: bool, teraflops: fl
         list[str](),
         partial(stage_memories, setup, known, device_type="cuda" if on_gpus else setup.device.type),
     )
-    sums = partial(_waits, setup, machines.connections[0].forward) if config.dp > 1 and machines.connections else None
+    sums = None if link is None else partial(_waits, setup, link)
     usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, KEEP_AUTO, AUTO_DELAY]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
     changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in ("auto", getattr(usual, k, v))]
@@ -316,12 +323,14 @@ def _outer(setup: Setup) -> OuterStep:
     return next((each for each in setup.recipe().extensions if isinstance(each, OuterStep)), OuterStep())
 
 
-def _shown_sums(setup: Setup, row: Candidate) -> str:
-    """Return a line about what replicas send."""
+def _shown_sums(setup: Setup, row: Candidate, link: Link | None) -> str:
+    """Return a line about what replicas send over the link between them."""
     profiles, outer, dp = iter(setup.plan.layout.profiles), _outer(setup), setup.config.dp
     size = max(sum(profile.parameters for profile in islice(profiles, count)) for count in row.tuned.stages)
-    when = "at every update" if not outer.every else f"in every {outer.every} updates, {outer.overlap} of which it may take"
-    return f"replicas: with {row.method.name}, a stage sends up to {sum_bytes(size, dp, outer) / 1e6:.4g} MB for a sum, {when}"
+    when = f"at every {outer.every} updates, which may take {outer.overlap} updates" if outer.every else "at every update"
+    counted = "" if link is not None else "; not counted, since the file of machines has no link"
+    megabytes = plain(sum_bytes(size, dp, outer) / 1e6)
+    return f"replicas: with {row.method.name}, a stage sends up to {megabytes} MB for a sum over replicas, {when}{counted}"
 
 
 def with_expected(setup: Setup, rows: Sequence[Candidate]) -> tuple[list[Candidate], str | None]:
@@ -362,11 +371,20 @@ def _command(settings: Sequence[str], processes: int, per_machine: int) -> str:
     return f"to train, on machine N = 0 to {nodes - 1}: {variables} {shlex.join(['petra', 'node', *settings])}"
 
 
-def _assumptions(options: argparse.Namespace, config: Config) -> str:
+def _assumptions(options: argparse.Namespace, config: Config, setup: Setup) -> str:
     """Return what the predictions assume of the machines."""
-    speed = "times of blocks measured here" if options.measure else f"counted FLOPs at {options.teraflops:g} TFLOP/s per device"
+    speed = f"counted FLOPs at {options.teraflops:g} TFLOP/s per device"
+    if options.measure:
+        speed = f"times of blocks measured on a {setup.device.type.upper()} of this machine"
     links = f"links of {options.bandwidth:g} GB/s and {options.latency:g} µs"
-    return f"predicted, not measured: {speed}, {options.machines or config.cluster.machines or links}"
+    return f"predicted from {speed}, {options.machines or config.cluster.machines or links}"
+
+
+def _link_of_replicas(options: argparse.Namespace, config: Config, machines: Machines) -> Link | None:
+    """Return the link between replicas: as the first one between stages. None if a file of machines has none."""
+    if machines.connections:
+        return machines.connections[0].forward
+    return None if options.machines or config.cluster.machines else Link(1e9 * options.bandwidth, 1e-6 * options.latency)
 
 
 def _machines(options: argparse.Namespace, config: Config) -> Machines:

@@ -41,10 +41,13 @@ from .parts import PARTS
 from .plan import Trial, judge, plan
 
 EXPLANATION = """
-difference: of weights from the CPU's after three updates, relative to the largest of each tensor; 1e-3 is accepted, and 5e-2 in
-bf16, because rounding differs between devices. repeatable: two runs with the same seed are equal bit for bit. digest: of all
-weights, equal for runs with the same d. Samples are images, or windows of tokens for revgpt. peak_bytes: the largest of all
-processes, of torch's allocator on GPUs, resident on CPUs. predicted_bytes: as `dry_run=memory` predicts, without workspaces.
+difference: largest one of weights from the CPU's after three updates, or of outputs and gradients from those of plain operations,
+relative to the largest of each tensor; 1e-3 is accepted, and 5e-2 in bf16, because rounding differs between devices. repeatable:
+two runs with the same seed are equal bit for bit. digest: of all weights, equal for runs with the same d. training_loss: mean over
+the run, of weights that change. seconds_per_new_microbatch: of a new pipeline, with its first checks, filling and draining.
+samples_per_second: without its first checks, of images, or windows of tokens for revgpt. largest_message_bytes: backward.
+peak_bytes: the largest of all processes, of torch's allocator on GPUs, resident on CPUs. predicted_tensor_bytes: as
+`dry_run=memory` predicts, without workspaces.
 selftest.json has the options of each part. To report a problem, attach all files.
 """
 LEFT_OUT = "left out: no time"

@@ -165,7 +165,8 @@ def train(options: Options, device: torch.device, process: Process) -> Findings:
         plan = pipeline.plan
         del pipeline
     largest = max((boundary.backward_bytes for boundary in plan.boundaries), default=0)
-    found = {"transport": plan.transport, "message_bytes": largest, "loss": result.loss, "seconds_per_microbatch": seconds}
+    found = {"transport": plan.transport, "largest_message_bytes": largest, "training_loss": result.loss}
+    found["seconds_per_new_microbatch"] = seconds
     return {**found, "digest": digests[0], "repeatable": digests[0] == digests[1]}
 
 
@@ -212,8 +213,9 @@ def measure_speed(options: Options, device: torch.device, process: Process) -> F
     seconds = time.perf_counter() - started
     peak = max(all_gather_objects(peak_memory(device)))
     predicted = max(memory.tensors for memory in predict_memory(pipeline.plan, pipeline.recipe, data.targets_spec))
-    found = {"samples_per_second": options["batch"] * options["microbatches"] / seconds, "loss": result.loss}
-    found |= {"peak_bytes": peak, "predicted_bytes": predicted}
+    samples = options["batch"] * options.get("dp", 1) * options["microbatches"]
+    found = {"samples_per_second": samples / seconds, "training_loss": result.loss}
+    found |= {"peak_bytes": peak, "predicted_tensor_bytes": predicted}
     if device.type == "cuda":
         found["predicted_over_peak"] = predicted / peak
     return found

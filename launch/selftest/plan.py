@@ -88,7 +88,7 @@ def judge(trial: Trial, found: dict[str, Any], others: Mapping[str, dict[str, An
         return "failed: two runs with the same seed differ"
     if not found.get("equal", True):
         return "failed: " + ("messages are wrong without petra" if trial.part == "exchange" else "weights differ")
-    if (size := found.get("message_bytes", 0)) < (least := options.get("least_bytes", 0)):
+    if (size := found.get("largest_message_bytes", 0)) < (least := options.get("least_bytes", 0)):
         return f"failed: messages have {size / 1e6:.1f} MB, fewer than {least / 1e6:.0f}"
     other = options.get("same_as")
     if other is not None and other not in others:

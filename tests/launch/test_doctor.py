@@ -189,7 +189,7 @@ def test_parts_on_the_cpu() -> None:
     assert PARTS["compare"](TINY, CPU, ALONE) == {"difference": 0.0, "repeatable": True}
     assert PARTS["blocks"]({}, CPU, ALONE)["difference"] < 1e-5
     speed = PARTS["speed"](TINY, CPU, ALONE)
-    assert min(speed["samples_per_second"], speed["peak_bytes"], speed["predicted_bytes"]) > 0
+    assert min(speed["samples_per_second"], speed["peak_bytes"], speed["predicted_tensor_bytes"]) > 0
     assert PARTS["resume"]({"folder": "missing"}, CPU, Process(1, 2, 1, 2)) == {"equal": None}
     first, second = (PARTS["train"]({**TINY, "microbatches": count}, CPU, ALONE) for count in (4, 5))
     assert first["repeatable"]
@@ -206,7 +206,7 @@ def test_what_counts_as_a_failure() -> None:
     assert "two runs" in result({"difference": 0.0, "repeatable": False})
     assert result({"equal": None}).startswith("left out: the folder")
     assert "without petra" in result({"equal": False}, "exchange")
-    assert result({"message_bytes": 10**6}, least_bytes=2 * 10**6) == "failed: messages have 1.0 MB, fewer than 2"
+    assert result({"largest_message_bytes": 10**6}, least_bytes=2 * 10**6) == "failed: messages have 1.0 MB, fewer than 2"
     assert result({"digest": "b"}, same_as="one") == "passed"
     assert result({"digest": "a"}, same_as="one process") == "passed, but one process did not run to compare with"
     assert result({"digest": "a"}, same_as="one") == "failed: weights differ from those of one"

@@ -120,6 +120,18 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     assert all(part in out for part in (f"| petra_fresh, {fresh} ", "- paci: remedy.correction: expected 0 unless"))
 
 
+def test_sums_over_replicas_of_one_device_take_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """At every update of k microbatches, a device sends 2 (n − 1) / n of its gradients over the link, also without neighbours."""
+    words = [*SMALL, "dp=2", "k=8", "data.batch_size=4"]
+    seconds = []
+    for bandwidth in (1e-3, 1e6):
+        main(["--devices", "1", "--latency", "0", "--bandwidth", str(bandwidth), *words])
+        row = next(line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| backprop "))
+        seconds.append(4 / float(row[3]))
+    parameters = set_up(compose_overrides(words), Process(rank=0, world=2, local_rank=0, local_world=2)).plan.parameters
+    assert seconds[0] - seconds[1] == pytest.approx(4 * parameters / 1e6 / 8, rel=1e-2)
+
+
 @pytest.mark.parametrize("word", ["devices=0", "latency=inf", "teraflops=-1", "teraflops=inf", "bandwidth=1e300", "memory=nan"])
 def test_numbers_without_a_prediction_are_refused(word: str) -> None:
     name, value = word.split("=")
