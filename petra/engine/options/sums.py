@@ -7,48 +7,56 @@ all processes have the same result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from petra.message_formats import MESSAGE_FORMATS, MessageFormat
+from petra.quantization import Quantized
+
 CHUNK = 512
 """Numbers with a common scale."""
 
 
-class Packed(NamedTuple):
-    """A format.
+@dataclass(frozen=True)
+class Packed:
+    """Numbers as bytes in a format of messages, whose tokens are chunks.
 
     Attributes:
-        pack: Maps numbers (n, CHUNK · c) to bytes (n, b).
-        unpack: Maps bytes to numbers in float32.
-        bytes: Bytes per number.
+        format: The format, with at most one tensor of scales.
     """
 
-    pack: Callable[[Tensor], Tensor]
-    unpack: Callable[[Tensor], Tensor]
-    bytes: float
+    format: MessageFormat
+
+    def pack(self, x: Tensor) -> Tensor:
+        """Return bytes (n, b) for numbers (n, CHUNK · c)."""
+        pieces = zip(self.format.pack([x.float().view(len(x), -1, CHUNK)]), self._types, strict=False)
+        return torch.cat([piece.to(dtype).view(torch.uint8).flatten(1) for piece, dtype in pieces], 1)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Return the numbers, in float32."""
+        shape = len(packed), round(packed.shape[1] / (self.bytes * CHUNK)), CHUNK
+        forms = [*zip((*self.format.elements([shape]), *self.format.factors([shape])), self._types, strict=False)]
+        parts = torch.split(packed, [prod(own[1:]) * dtype.itemsize for own, dtype in forms], 1)
+        pieces = [part.contiguous().view(dtype).view(own) for part, (own, dtype) in zip(parts, forms, strict=True)]
+        return self.format.unpack(pieces, [(shape, torch.float32)])[0].flatten(1)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per number."""
+        return self.pack(torch.zeros(1, CHUNK)).shape[1] / CHUNK
+
+    @property
+    def _types(self) -> list[torch.dtype]:
+        """Types of elements and scales."""
+        return [getattr(torch, name) for name in (self.format.dtype, self.format.factor_dtype)]
 
 
-def _pack_int8(x: Tensor) -> Tensor:
-    x = x.float().view(len(x), -1, CHUNK)
-    scales = x.abs().amax(2, keepdim=True) / 127
-    whole = (x / scales.clamp(min=torch.finfo(torch.float32).tiny)).round().to(torch.int8)
-    return torch.cat([whole.view(torch.uint8), scales.view(torch.uint8)], 2).flatten(1)
-
-
-def _unpack_int8(packed: Tensor) -> Tensor:
-    packed = packed.view(len(packed), -1, CHUNK + 4)
-    whole, scales = packed[:, :, :CHUNK].contiguous().view(torch.int8), packed[:, :, CHUNK:].contiguous().view(torch.float32)
-    return (whole * scales).flatten(1)
-
-
-PACKED = {
-    "bf16": Packed(lambda x: x.bfloat16().view(torch.uint8), lambda b: b.view(torch.bfloat16).float(), 2.0),
-    "int8": Packed(_pack_int8, _unpack_int8, 1 + 4 / CHUNK),
-}
+PACKED = {"bf16": Packed(MESSAGE_FORMATS["bf16"]), "int8": Packed(Quantized("int8", False, kind="int8", scale="token"))}
 """Formats by name."""
 
 
