@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from itertools import chain
+from itertools import chain, product
 from math import isfinite
 from typing import Any
 
@@ -119,10 +119,9 @@ def left_by(workers: Iterable[Worker]) -> list[Left]:
 def marks_of(worker: Worker) -> Marks:
     """Return marks of a worker's stage by kind and name, which differ after a change; 64 entries show changes by ``.data``."""
     found, sampled = Marks(), dict[tuple[str, str], Tensor]()
-    for block, module in ((runner.function.name, runner.function.module) for runner in worker.stage.runners):
-        found |= {("modes", f"{block}, {name}, mode"): (part.training,) for name, part in module.named_modules()}
-        for name, t in chain(module.named_parameters(), module.named_buffers()):
-            kind = "parameters" if isinstance(t, nn.Parameter) else "buffers"
+    for block, root in ((runner.function.name, runner.function.module) for runner in worker.stage.runners):
+        found |= {("modes", f"{block}, {name}, mode"): (part.training,) for name, part in root.named_modules()}
+        for kind, (name, t) in chain(product(["parameters"], root.named_parameters()), product(["buffers"], root.named_buffers())):
             for key, own in (((kind, f"{block}, {name}"), t), (("gradients", f"{block}, {name}.grad"), t.grad)):
                 found[key] = () if own is None else (id(own), storage_key(own), version_counter(own))
                 if own is not None:

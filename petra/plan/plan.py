@@ -166,7 +166,6 @@ def make_plan(
     """
     _check_types(model, inputs, k)
     method, layout = _named_method(method), make_layout(model, inputs, stages, processes, dp, tp)
-    _check_exact(layout, numerics)
     delays = method.delays(count := len(layout.stages), k)
     if isinstance(method.keep, tuple):
         blocks, keeps = len(layout.profiles), len(method.keep)
@@ -174,6 +173,7 @@ def make_plan(
     boundary_delays = method.boundary_delays(count - 1)
     stage_plans = tuple(_stage_plan(layout, method, k, delays, j) for j in range(count))
     stage_plans = (_with_refetch(stage_plans[0]), *stage_plans[1:]) if refetch else stage_plans
+    _check_numerics(layout, numerics, stage_plans)
     trained = [stage for stage in stage_plans if any(p.trained for p in layout.profiles[: stage.blocks.stop])]
     plan = Plan(
         model=model,
@@ -191,10 +191,12 @@ def make_plan(
     return plan
 
 
-def _check_exact(layout: Layout, numerics: Numerics) -> None:
+def _check_numerics(layout: Layout, numerics: Numerics, stages: Sequence[StagePlan]) -> None:
     for profile in layout.profiles if numerics.exact_streams else ():
         expected = f"false with block {profile.name}, which does not override enable_exact_streams"
         require(profile.exact or not profile.reversible, "exact_streams", expected, "true", ModelError)
+    stores = numerics.stored_format is None or any(Keep.INPUT in stage.keeps for stage in stages)
+    require(stores, "stored_format", "null, since no block stores its input", numerics.stored_format)
 
 
 def _check_types(model: object, inputs: object, k: object) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from petra import Keep, Method, Numerics, TensorSpec
+from petra import ConfigError, Keep, Method, Numerics, TensorSpec
 from petra.cost_model.memory import stored_activations
 from petra.message_formats import FEW_BITS
 from petra.models import revgpt
@@ -159,6 +159,13 @@ test_invalid_names = refuses(
     (None, {"stored_format": "int4"}, r"stored_format: expected null, bf16, int8 or int8_token, got int4"),
     (None, {"message_format": "float8_stochastic"}, r"message_format: expected .* got float8_stochastic"),
 )
+
+
+def test_a_stored_format_that_no_block_uses_is_refused() -> None:
+    model, spec = revgpt(11, dim=8, depth=4, heads=2, size=12), RandomTokens(3, 12, 11).spec
+    with pytest.raises(ConfigError, match=r"^stored_format: expected null, since no block stores its input, got int8$"):
+        make_plan(model, spec, method="1f1b", numerics=Numerics(stored_format="int8"))
+    assert make_plan(model, spec, method="petra", numerics=Numerics(stored_format="int8")).stages[0].keeps[0] is Keep.INPUT
 
 
 def test_stored_inputs_have_the_size_of_their_format_and_gradients_are_close() -> None:
