@@ -1,10 +1,15 @@
-"""What the programs of this folder share: a short run, waits with a limit, and comparisons with a run that nothing interrupted."""
+"""What the programs of this folder share: a short run, waits with a limit, comparisons with a run that nothing interrupted, and
+tries of what could be wrong without a word.
+"""
 
 import argparse
 import json
 import re
+import sys
 import time
-from collections.abc import Callable
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,33 @@ PATIENCE = 400
 def parser_of(text: str | None) -> argparse.ArgumentParser:
     """Return a parser of the options of a program with this docstring."""
     return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def run_tries(text: str | None, tries: Mapping[str, tuple[str, Callable[[], tuple[str, str]]]]) -> None:
+    """Make tries, print how each ended and how many of each area, and exit, with status 1 if one is not right.
+
+    Args:
+        text: Docstring of the program. Its option ``--only`` chooses tries by their names.
+        tries: By name, the area of each, and a function that returns how it ended, in capitals if it is not right, and details.
+    """
+    parser = parser_of(text)
+    parser.add_argument("--only", metavar="TEXT", default="", help="only tries with this text in their names")
+    only, ended = parser.parse_args().only, Counter[tuple[str, str]]()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for name, (area, attempt) in tries.items():
+        if only in name:
+            try:
+                how, details = attempt()
+            except Exception as error:
+                how, details = "RAISED", f"{type(error).__name__}: {error}"
+            ended[area, how] += 1
+            print(f"{area}: {name}: {how}{details and ': '}{details}"[:400], flush=True)
+    for (area, how), count in sorted(ended.items()):
+        print(f"{area}: {count} {how}")
+    failed, silent = (sum(n for (_, how), n in ended.items() if how.isupper() and kind in how) for kind in ("", "SILENT"))
+    print(f"{ended.total()} tries, {failed} not right, {silent} silent")
+    sys.exit(bool(failed))
 
 
 def until(

@@ -6,7 +6,6 @@ Each try trains a small reversible model, with the user's module as a block and 
 gradients. The weights and buffers must be those of plain autograd ("right"), or a method refuses in one line ("refused").
 """
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from petra import BlockSpec, Hook, Keep, Method, Model, Pipeline, Recipe
 from petra.errors import PetraError
 from petra.reversible import Coupling
-from stress.silent_library import C, D, Data, run_tries, same, sgd
+from stress.frame import run_tries
+from stress.silent_library import C, D, Data, same, sgd, tries_of
 
 AREAS = ("blocks", "optimizers", "hooks")
 EXACT = ("backprop", "reversible", "1f1b", "gpipe", Method("recompute", 0, Keep.INPUT))
@@ -436,5 +436,4 @@ def hooks_of_autocast_around_train() -> bool:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    run_tries(globals(), AREAS)
+    run_tries(__doc__, tries_of(globals(), AREAS))

@@ -10,16 +10,16 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
-from stress.frame import PATIENCE, parser_of
+from stress.frame import PATIENCE, run_tries
 from tests.support.processes import environment
 
 RUN = (
@@ -213,34 +213,20 @@ def start(each: Try) -> Ended:
     return Ended(folder, done.returncode, done.stdout)
 
 
-def judge(each: Try) -> tuple[str, Ended]:
-    """Return how a try ended: ``as expected``, ``silent``, or ``other`` for another end that was not silent."""
-    end = start(each)
+def judge(each: Try) -> tuple[str, str]:
+    """Return how a try ended, and what it was to do if it is not right. A command that doesn't end in time is not silent."""
+    try:
+        end = start(each)
+    except subprocess.TimeoutExpired:
+        return "TOO SLOW", f"more than {PATIENCE} s"
     try:
         held = each.holds(end)
     except (ValueError, LookupError, OSError, StopIteration):  # no run, several runs, no output
         held = False
-    quiet = end.status == 0 and "warning" not in end.text
-    return "as expected" if held else "silent" if quiet else "other", end
-
-
-def main() -> None:
-    """Entry point."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", metavar="PART", default="", help="only tries whose name contains this text")
-    options = parser.parse_args()
-    counts = Counter[tuple[str, str]]()
-    for name, each in TRIES.items():
-        if options.only in name:
-            found, end = judge(each)
-            counts[each.area, found] += 1
-            print(f"{each.area}: {name}: {found} (status {end.status}; expected: {each.expected})", flush=True)
-            if found != "as expected":
-                print("\n".join(end.text.splitlines()[-5:]), flush=True)
-    for area in (LINE, SHELL):
-        print(f"{area}: " + ", ".join(f"{counts[area, found]} {found}" for found in ("as expected", "other", "silent")))
-    sys.exit(any(count and found != "as expected" for (_, found), count in counts.items()))
+    quiet, last = end.status == 0 and "warning" not in end.text, "\n".join(end.text.splitlines()[-5:])
+    details = "" if held else f"status {end.status}; expected: {each.expected}\n{last}"
+    return "right" if held else "SILENT" if quiet else "OTHER", details
 
 
 if __name__ == "__main__":
-    main()
+    run_tries(__doc__, {name: (each.area, partial(judge, each)) for name, each in TRIES.items()})

@@ -10,11 +10,11 @@ import math
 import os
 import random
 import re
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from petra.inplace_abn import ConfusionMatrix
 from petra.inplace_abn.label_maps import LabelValues
 from petra.models import revnet18
 from petra.training import load, sgd
-from stress.frame import parser_of
+from stress.frame import run_tries
 from tests.support.commands import TINY, lines, train
 from tests.support.fakes import smooth_image, write_image_folders
 
@@ -428,26 +428,16 @@ def messages_have_the_bytes_of_their_tensors(folder: Path) -> tuple[object, obje
     return close(2 * sizes[cut - 1] / 1e6, float(rows["1f1b"]["MB per microbatch"]), 5e-3)  # type: ignore[call-overload]
 
 
-def main() -> None:
-    """Entry point."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--only", default="", metavar="TEXT")
-    options, wrong, here = parser.parse_args(), 0, os.getcwd()
-    torch.set_num_threads(1)
-    chosen = {name: entry for name, entry in TRIES.items() if options.only in name}
-    for name, (area, function) in chosen.items():
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                expected, found = function(Path(folder))
-            except Exception as error:
-                expected, found = "no error", f"{type(error).__name__}: {error}"
+def made(function: Try) -> tuple[str, str]:
+    """Return how a try ended, in a folder of its own."""
+    here = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            expected, found = function(Path(folder))
+        finally:
             os.chdir(here)
-        wrong += expected != found
-        result = "right" if expected == found else f"WRONG: expected {str(expected)[:300]}, got {str(found)[:300]}"
-        print(f"{area}: {name.replace('_', ' ')}: {result}", flush=True)
-    print(f"{len(chosen)} tries, {wrong} wrong")
-    sys.exit(bool(wrong))
+    return ("right", "") if expected == found else ("WRONG", f"expected {str(expected)[:150]}, got {str(found)[:150]}")
 
 
 if __name__ == "__main__":
-    main()
+    run_tries(__doc__, {name: (area, partial(made, function)) for name, (area, function) in TRIES.items()})

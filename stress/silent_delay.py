@@ -21,8 +21,9 @@ from torch.nn import functional as F
 
 from petra import BlockSpec, Keep, Method, Model, Pipeline, Recipe, UpdateRules, Weights
 from petra.reversible import Coupling
+from stress.frame import run_tries
 from stress.silent_blocks import Halves, Own
-from stress.silent_library import C, D, Data, run_tries
+from stress.silent_library import C, D, Data, tries_of
 from tests.support import commands
 from tests.support.commands import TINY, lines
 from tests.support.processes import run_processes
@@ -398,4 +399,4 @@ def trainer_with_restarts_of_the_rate() -> bool:
 
 
 if __name__ == "__main__":
-    run_tries(globals(), AREAS)
+    run_tries(__doc__, tries_of(globals(), AREAS))

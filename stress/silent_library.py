@@ -7,12 +7,10 @@ Each try compares petra with plain torch: equal numbers are "right", a refusal i
 """
 
 import math
-import sys
 import tempfile
-import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +26,7 @@ from petra.data import EvalSource, TrainSource, from_dataset
 from petra.engine.metrics import correct_predictions
 from petra.errors import PetraError
 from petra.training import Checkpoints, Trainer, newest, restore
+from stress.frame import run_tries
 
 B, D, C = 6, 8, 5
 
@@ -353,29 +352,20 @@ def trainer_history_is_the_callers() -> bool:
     return len(trainer.fit(2)) == 2
 
 
-def run_tries(functions: Mapping[str, Any], areas: Sequence[str]) -> None:
-    """Run the tries of some areas, print how each ended, and exit."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    ended: Counter[tuple[str, str]] = Counter()
-    for name, attempt in [(n, f) for n, f in functions.items() if "_" in n and callable(f) and n.partition("_")[0] in areas]:
+def tries_of(functions: Mapping[str, Any], areas: Sequence[str]) -> dict[str, tuple[str, Callable[[], tuple[str, str]]]]:
+    """Return the tries of a program: its functions whose names begin with an area."""
+
+    def made(function: Callable[[], bool]) -> tuple[str, str]:
         try:
-            how = "right" if attempt() else "SILENT"
-            text = ""
+            return ("right" if function() else "SILENT"), ""
         except PetraError as error:
-            how, text = ("refused" if "\n" not in str(error) else "SEVERAL LINES"), f": {error}"
-        except Exception as error:
-            how, text = "RAISED", f": {type(error).__name__}: {error}"
-        ended[name.partition("_")[0], how] += 1
-        print(f"{name}: {how}{text}"[:200], flush=True)
-    for (area, how), count in sorted(ended.items()):
-        print(f"{area}: {count} {how}")
-    failed = sum(count for (_, how), count in ended.items() if how.isupper())
-    print(f"{ended.total()} tries, {failed} not right, {sum(n for (_, how), n in ended.items() if how == 'SILENT')} silent")
-    sys.exit(bool(failed))
+            return ("refused" if "\n" not in str(error) else "SEVERAL LINES"), str(error)
+
+    names = [(name, name.partition("_")[0]) for name, found in functions.items() if callable(found)]
+    return {name: (area, partial(made, functions[name])) for name, area in names if area in areas and area != name}
 
 
 AREAS = ("losses", "metrics", "sources", "schedules", "optimizers", "rules", "resume", "evaluation", "trainer")
 
 if __name__ == "__main__":
-    run_tries(globals(), AREAS)
+    run_tries(__doc__, tries_of(globals(), AREAS))
