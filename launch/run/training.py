@@ -131,7 +131,7 @@ class TrainingRun:
         facts["preparation"] = None if train.preparation is None else asdict(train.preparation)
         limit = config.trainer.limit_batches
         batches = limited(train.batches_per_epoch, limit)
-        require_an_update(config.k, config.trainer.epochs * batches)
+        require_an_update(config.k, config.trainer.epochs * batches, setup.recipe(batches).extensions)
         self.pipeline = setup.pipeline(batches, replicas)
         loaded = load_start(self.pipeline, config, start, batches, train.vocabulary)
         same = start.facts.get("contents") in (None, train.contents)

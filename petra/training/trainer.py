@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from petra.data import EvalSource, TrainSource
 from petra.distributed import all_gather_objects
+from petra.engine.options.extension import Extension
 from petra.engine.totals import Result
 from petra.errors import DataError, Interrupted, first_line, invalid, is_integer, require
 from petra.pipeline import Pipeline
@@ -99,7 +100,7 @@ class Trainer:
         """
         require(is_integer(epochs) and epochs >= 0, "epochs", "an integer >= 0", epochs)
         if epochs > len(self.history):
-            require_an_update(self.pipeline.plan.k, epochs * self.microbatches)
+            require_an_update(self.pipeline.plan.k, epochs * self.microbatches, self.pipeline.recipe.extensions)
         while len(self.history) < epochs:
             try:
                 self._run_epoch(len(self.history) + 1)
@@ -203,13 +204,15 @@ class Trainer:
             raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
 
 
-def require_an_update(k: int, microbatches: int) -> None:
-    """Check that a run has at least one update.
+def require_an_update(k: int, microbatches: int, extensions: Iterable[Extension]) -> None:
+    """Check that a run has at least one update, and those that its extensions need.
 
     Raises:
-        ConfigError: If it has fewer microbatches than an update has.
+        ConfigError: If it has fewer microbatches than an update has, or an extension would not act.
     """
     require(k <= microbatches, "k", f"at most the {microbatches} microbatches of the run, which would have no update", k)
+    for extension in extensions:
+        extension.check_length(microbatches // k)
 
 
 def limited(batches: int, limit: int | None) -> int:

@@ -105,6 +105,15 @@ def test_a_run_that_has_no_update_ends_before_training(overrides: str, tmp_path:
     assert not Path("none", "config.yaml").exists()
 
 
+@pytest.mark.parametrize("overrides", ["outer.every=3", "outer.every=2 outer.overlap=1"])
+def test_a_run_that_has_no_outer_step_ends_before_training(overrides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two updates. The network would be evaluated and exported as it was initialised."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PetraError, match=r"^outer\.every: expected at most 2 with outer\.overlap, .* got 3$"):
+        train(*overrides.split(), "k=2", "run_dir=none")
+    assert not Path("none", "config.yaml").exists()
+
+
 def test_an_evaluation_needs_no_batch_statistics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -51,6 +51,13 @@ class Extension:
         """Return the upstream port of stage j (from 0), or one that contains it (:class:`petra.transport.port.WrappedPort`)."""
         return upstream
 
+    def check_length(self, updates: int) -> None:
+        """Check that a run of so many updates trains the weights that it evaluates.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+
     def parts(self, stage: Stage, optimizer: torch.optim.Optimizer, plan: Plan, j: int) -> Sequence[Part]:
         """Return parts to run in stage j's updates (j from 0) before the step, on the gradients that it will use."""
         return ()

@@ -74,6 +74,10 @@ class OuterStep(Extension):
             expected = f"{'null' if accepted is None else str(accepted).lower()} with outer.every={self.every}"
             require(not self.every or value == accepted, f"optim.{name}", expected, value)
 
+    def check_length(self, updates: int) -> None:
+        expected = f"at most {updates} with outer.overlap, the updates of the run, whose outer weights would not change"
+        require(self.every + self.overlap <= updates, "outer.every", expected, self.every + self.overlap)
+
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         expected = f"0 with {type(optimizer).__name__}, which has weights of its own for evaluation"
         require(not self.every or not hasattr(optimizer, "eval"), "outer.every", expected, self.every)
