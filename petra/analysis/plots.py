@@ -208,8 +208,15 @@ def grid(diagrams: Sequence[Panel], *, columns: int = 2, shaded: bool = False, t
         title: Title of the figure.
     """
     rows, names = -(-len(diagrams) // columns), list(dict.fromkeys(name for panel in diagrams for name in panel.lines))
-    stacks = -(-len(names) // (LEGEND_ROWS * rows)) if len(names) > 1 else 0
-    figure = _figure(4.6 * columns + (0.6 + 0.075 * max(map(len, names), default=0)) * stacks, 3 * rows + 0.3 + 0.3 * bool(title))
+    width, height, entry = 4.6 * columns, 3 * rows + 0.3 + 0.3 * bool(title), 0.6 + 0.075 * max(map(len, names), default=0)
+    entries = len(names) if len(names) > 1 else 0
+    if columns == 1:  # below, so that the lines are as wide as the screen of a phone
+        where, stacks = "outside lower center", int(width / entry) or 1
+        height += 0.18 * -(-entries // stacks)
+    else:
+        where, stacks = "outside right upper", -(-entries // (LEGEND_ROWS * rows))
+        width += entry * stacks
+    figure = _figure(width, height)
     colours = dict(zip(names, _line_colours(len(names), shaded=shaded), strict=True))
     for axes, panel in zip(figure.subplots(rows, columns, squeeze=False).flat, diagrams, strict=False):
         _draw(axes, panel, colours)
@@ -217,7 +224,7 @@ def grid(diagrams: Sequence[Panel], *, columns: int = 2, shaded: bool = False, t
         axes.set_axis_off()
     handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     if len(handles) > 1:
-        figure.legend(handles.values(), handles.keys(), loc="outside right upper", ncols=stacks, fontsize=8, frameon=False)
+        figure.legend(handles.values(), handles.keys(), loc=where, ncols=stacks, fontsize=8, frameon=False)
     if title:
         figure.suptitle(title, fontsize=11)
     return figure
@@ -255,12 +262,14 @@ def _draw(axes: Any, panel: Panel, colours: Mapping[str, Any]) -> None:
 def _mark_beyond(axes: Any, panel: Panel, top: float, colours: Mapping[str, Any]) -> None:
     """End the y axis at ``top``, and mark the points above it at the edge, with their values."""
     low = min(y for points in panel.lines.values() for _, y in points if isfinite(y))
+    last = max(x for points in panel.lines.values() for x, _ in points)
     axes.set_ylim(low - 0.05 * (top - low), top)
     for name, points in panel.lines.items():
         for x, y in ((x, y) for x, y in points if y > top):
             colour = panel.styles.get(name, {}).get("color", colours[name])
             axes.plot([x], [top], "^", color=colour, markersize=6, clip_on=False)
-            axes.annotate(f"{y:.3g}", (x, top), (4, -4), textcoords="offset points", fontsize=8, va="top", color=colour)
+            side: dict[str, Any] = {"xytext": (-4, -4), "ha": "right"} if x == last else {"xytext": (4, -4)}
+            axes.annotate(f"{y:.3g}", (x, top), textcoords="offset points", fontsize=8, va="top", color=colour, **side)
 
 
 def _line_colours(count: int, *, shaded: bool = False) -> list[Any]:

@@ -48,6 +48,21 @@ def test_pictures_of_a_page_take_its_colours_and_need_nothing_else() -> None:
         assert not re.search(r'(?:href|src)="(?!#)', text)
 
 
+@pytest.mark.parametrize("count", [2, 40])
+def test_a_single_diagram_keeps_its_width_with_a_legend(count: int) -> None:
+    """The legend is below the axes and inside the figure: on a phone, a figure is as wide as the screen."""
+    alone = grid([Panel("epoch", "loss", {"stage 0": [(1, 2.0)]})], columns=1)
+    figure = grid([Panel("epoch", "loss", {f"stage {j}": [(1, 2.0)] for j in range(count)})], columns=1)
+    figure.draw_without_rendering()
+    (legend,), (axes,) = figure.legends, figure.axes
+    box = legend.get_window_extent()
+    assert figure.get_figwidth() == alone.get_figwidth()
+    assert 0 <= box.y0 < box.y1 <= axes.get_tightbbox().y0
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
+    assert axes.get_window_extent().height > 0.6 * figure.bbox.height * alone.get_figheight() / figure.get_figheight()
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "nosuch"])
 def test_drawing_does_not_depend_on_the_backend_of_a_notebook(backend: str, tmp_path: Path) -> None:
