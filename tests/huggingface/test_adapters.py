@@ -120,14 +120,20 @@ def test_a_step_that_calls_no_other_is_refused(tmp_path: Path) -> None:
         pipelined(dict)
 
 
-@pytest.mark.parametrize("settings", [{}, {"packing": True, "max_length": 16}, {"loss_type": "nll", "completion_only_loss": True}])
-def test_sft_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from tokenizers import Tokenizer, models
+def numbers() -> Any:
+    """Return a tokenizer of the numbers from 2 to 60."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, **{str(i): i for i in range(2, 61)}}, "<eos>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<pad>")
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": True, "max_length": 16}, {"loss_type": "nll", "completion_only_loss": True}])
+def test_sft_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    tokenizer = numbers()
     data = [
         {"input_ids": row["input_ids"].tolist(), "completion_mask": [0] * 4 + [1] * (len(row["input_ids"]) - 4)} for row in rows(16)
     ]
@@ -144,3 +150,34 @@ def test_sft_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
         found.append([row[name] for row in trainer.state.log_history if "loss" in row for name in names])
     assert len(found[0]) == 15
     assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_dpo_trainer(tmp_path: Path) -> None:
+    """With a reference model and with its logarithms of probabilities, computed before; trainers that generate are refused."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    data = [{"prompt": f"{i} 3 4", "chosen": f" {i + 1} 5 6", "rejected": f" {i} 7"} for i in range(2, 18)]
+    for ahead in (False, True):
+        found = []
+        for kind, others in ((trl.DPOTrainer, {}), (pipelined(trl.DPOTrainer), {"stages": 3})):
+            settings = {
+                "use_cpu": True,
+                "bf16": False,
+                "max_steps": 3,
+                "logging_steps": 1,
+                "report_to": "none",
+                "save_strategy": "no",
+            }
+            settings |= {"precompute_ref_log_probs": ahead, "learning_rate": 0.01, "gradient_checkpointing": False}
+            args = trl.DPOConfig(str(tmp_path / kind.__name__), **settings)
+            named = {"train_dataset": datasets.Dataset.from_list(data), "processing_class": numbers()}
+            trainer = kind(llama(), ref_model=None if ahead else llama(), args=args, **named, **others)
+            trainer.train()
+            names = ("loss", "grad_norm", "rewards/margins", "logps/chosen")
+            found.append([row[name] for row in trainer.state.log_history if "loss" in row for name in names])
+        assert len(found[0]) == 12
+        assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
+    args = trl.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    with pytest.raises(ConfigError, match="its own _load_optimizer_and_scheduler"):
+        pipelined(trl.GRPOTrainer)(
+            llama(), args=args, train_dataset=named["train_dataset"], processing_class=numbers(), reward_funcs=len
+        )
