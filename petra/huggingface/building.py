@@ -29,7 +29,7 @@ from petra.engine.recipe import Recipe
 from petra.errors import DataError, ModelError, require
 from petra.huggingface.arguments import rates
 from petra.huggingface.blocks import Head, kind_of, split
-from petra.huggingface.feed import Entry, Exit, Form, longest_batch, random_states, set_random_states
+from petra.huggingface.feed import Entry, Exit, Form, is_indexed, longest_batch, random_states, set_random_states
 from petra.huggingface.forecast import forecast
 from petra.huggingface.inputs import FIELDS, next_tokens
 from petra.huggingface.load import base_of, built, report_untied, untie
@@ -217,9 +217,15 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         self._added = added or self._added
         base.config.tie_word_embeddings = self._added > 0
 
+    @property
+    def _tied(self) -> tuple[nn.Parameter, ...]:
+        """The weights of an embedding and a head that count as tied."""
+        base = base_of(self.model)
+        return (base.get_input_embeddings().weight, base.get_output_embeddings().weight) if self._added else ()
+
     def _ties(self, base: Any) -> tuple[TiedWeights, ...]:
         """Return what keeps an embedding and a head equal that shared weights. Say so if gradients are late, and they aren't."""
-        tied = (base.get_input_embeddings().weight, base.get_output_embeddings().weight) if self._added else ()
+        tied = self._tied
         if not any(p.requires_grad for p in tied):
             return ()
         if not self._at_once or not all(p.requires_grad for p in tied):
@@ -287,14 +293,23 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         forms = []
         for each in loaders:
             rows = getattr(each, "batch_size", None) or getattr(getattr(each, "batch_sampler", None), "batch_size", None)
-            batch = longest_batch(each, rows or self.args.per_device_train_batch_size, vocabulary)
-            forms.append(Form.of(batch, self._max_length, whole=self._own_loss, bidirectional=kind_of(base) == "bert"))
+            rows = rows or self.args.per_device_train_batch_size
+            batch = longest_batch(each, rows, vocabulary)
+            forms.append(Form.of(batch, self._size(each, batch, rows), whole=self._own_loss, bidirectional=kind_of(base) == "bert"))
         set_random_states(self.data_collator, states)
         form = forms[0].joined(forms[1:])
         positions = getattr(config, "max_position_embeddings", None) if name.startswith(("Bert", "GPT2")) else None
         fits = form.size is None or positions is None or form.size <= positions
         require(fits, "max_length", f"at most {positions}, the positions of the model", form.size)
         return form
+
+    def _size(self, loader: Any, batch: Any, rows: int) -> int | None:
+        """Return the number of tokens of a row, which arguments may bound if data can't be indexed; None: those of the batch."""
+        most: int | None = getattr(self.args, "max_length", None)
+        if self._max_length is not None or most is None or is_indexed(loader) or FIELDS[0] not in batch:
+            return self._max_length
+        found: Sequence[int] = batch[FIELDS[0]].shape  # a single row has the tokens of all rows, if those are packed
+        return max(found[-1], most * rows if found[0] < rows else most)
 
     def _rates(self, steps: int) -> Any:
         """Return the learning rate as a function of the microbatches that a stage has done, as stages update at different times."""

@@ -354,14 +354,19 @@ def _get(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
+def is_indexed(loader: Any) -> bool:
+    """Return whether the rows of a loader's data set can be read in any order."""
+    data = getattr(loader, "dataset", None)
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+
+
 def longest_batch(loader: Any, rows: int, vocabulary: int | None) -> Any:
     """Return a batch of the longest rows of a data set, made by the collator of its loader; its first batch if it can't be indexed.
 
     Raises:
         DataError: If the data set has no rows, or a row has tokens beyond the vocabulary.
     """
-    indexed = hasattr(loader, "dataset") and hasattr(loader.dataset, "__len__") and hasattr(loader.dataset, "__getitem__")
-    if not indexed or isinstance(loader.dataset, IterableDataset):
+    if not is_indexed(loader):
         batch = next(iter(getattr(loader, "base_dataloader", loader)), None)
         require(batch is not None, "train_dataset", "rows", "none", DataError)
         return batch

@@ -101,10 +101,12 @@ def from_pretrained(
 
     Raises:
         ConfigError: If the checkpoint can't be read, or needs code of its own (``trust_remote_code``).
-        ModelError: If the class of the model is not supported.
+        ModelError: If the class of the model is not supported, or its weights have few bits.
     """
     named = isinstance(source, str | os.PathLike)
     rows, model = row_names(fields), base_of(loaded(source) if named else source)
+    few = next((p.dtype for p in model.parameters() if not p.is_floating_point()), None)
+    require(few is None, "model", "floating-point weights (PetraTrainer trains adapters of others)", few, ModelError)
     parts = split(model.train(), rows, delimiter)
     uses = Counter(chain(*(part.parameters() for part in parts.values())))
     report_untied(sum((count - 1) * p.numel() for p, count in uses.items()))
@@ -191,15 +193,16 @@ def untie(model: Any) -> int:
 
 
 @contextmanager
-def shared(model: Any) -> Iterator[None]:
-    """Let the head share the weights of the embedding, to which they are equal, inside the ``with`` block.
+def shared(model: Any, *, equal: bool = True) -> Iterator[None]:
+    """Let the head share the weights of the embedding inside the ``with`` block.
 
     Raises:
-        ModelError: If they differ.
+        ModelError: If they differ, and ``equal`` is true.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     own = head.weight
-    require(torch.equal(own, embedding.weight), "lm_head", "the weights of the embedding", "others", ModelError)
+    same = not equal or torch.equal(own, embedding.weight)
+    require(same, "lm_head", "the weights of the embedding", "others", ModelError)
     head.weight = embedding.weight
     try:
         yield
@@ -240,11 +243,25 @@ def report_untied(added: int) -> None:
         print(f"embedding and head shared weights, and are trained apart: {added:,} more parameters", file=sys.stderr)
 
 
+class _Unquantized(nn.Module):
+    """In place of a linear layer with weights of few bits (``bitsandbytes``), which can't compute on meta."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = layer.in_features, layer.out_features, layer.bias
+        self.weight = nn.Parameter(torch.empty_like(layer.weight.data, device="meta"), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, x.new_empty(self.out_features, self.in_features), self.bias)
+
+
 def _built(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return a copy of a block, which shares nothing with other blocks, with parameters of a type. Copies no weights to meta."""
     if torch.get_default_device().type == "meta":
-        tensors = {id(p): nn.Parameter(p.detach().to("meta", dtype), p.requires_grad) for p in module.parameters()}
-        return copy.deepcopy(module, tensors)
+        known: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta", dtype), p.requires_grad) for p in module.parameters()}
+        quantized = [layer for layer in module.modules() if isinstance(layer, nn.Linear) and not layer.weight.is_floating_point()]
+        known |= {id(layer): copy.deepcopy(_Unquantized(layer), known) for layer in quantized}
+        return copy.deepcopy(module, known)
     block = copied(module)
     for parameter in block.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from types import MethodType
 from typing import Any
@@ -84,15 +86,37 @@ def gather_states(whole: torch.optim.Optimizer, pipeline: Pipeline) -> dict[Tens
     return {numbered[i]: state for i, state in own.items()} if pipeline.rank == 0 else {}
 
 
-def read_states(whole: torch.optim.Optimizer, path: Any) -> dict[Tensor, dict[str, Any]]:
+@contextmanager
+def without(whole: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Leave parameters out of an optimizer inside the ``with`` block, and drop their states."""
+    again = {id(p) for p in parameters}
+    lists = [(group["params"], [*group["params"]]) for group in whole.param_groups]
+    for found, every in lists:
+        found[:] = [p for p in every if id(p) not in again]
+    for p in parameters:
+        whole.state.pop(p, None)
+    try:
+        yield
+    finally:
+        for found, every in lists:
+            found[:] = every
+
+
+def read_states(whole: torch.optim.Optimizer, path: Any, tied: Sequence[Tensor] = ()) -> dict[Tensor, dict[str, Any]]:
     """Return the states of parameters in a file ``optimizer.pt``, and give the groups of ``whole`` the settings in it.
+
+    Args:
+        tied: Parameters that share weights elsewhere. The file has the state of the first one only.
 
     Raises:
         DataError: If it is of another optimizer or another model.
     """
     loaded = torch.load(path, map_location="cpu", weights_only=True)
-    sizes, expected = ([len(g["params"]) for g in groups] for groups in (loaded["param_groups"], whole.param_groups))
-    require(sizes == expected, str(path), f"groups of {expected} parameters", sizes, DataError)
-    whole.load_state_dict({"state": {}, "param_groups": loaded["param_groups"]})
-    numbered = [p for group in whole.param_groups for p in group["params"]]
-    return {numbered[i]: state for i, state in loaded["state"].items()}
+    with without(whole, tied[1:]):
+        sizes, expected = ([len(g["params"]) for g in groups] for groups in (loaded["param_groups"], whole.param_groups))
+        require(sizes == expected, str(path), f"groups of {expected} parameters", sizes, DataError)
+        numbered = [p for group in whole.param_groups for p in group["params"]]
+    for group, read in zip(whole.param_groups, loaded["param_groups"], strict=True):
+        group.update({key: value for key, value in read.items() if key != "params"})
+    found = {numbered[i]: state for i, state in loaded["state"].items()}
+    return found | {p: copy.deepcopy(found[tied[0]]) for p in tied[1:] if tied[0] in found}

@@ -29,7 +29,7 @@ from petra.huggingface.evaluation import Evaluating
 from petra.huggingface.feed import Reader, numbers, source_of
 from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import base_of, shared
-from petra.huggingface.optimizers import copy_settings, gather_states, read_states, states_of
+from petra.huggingface.optimizers import copy_settings, gather_states, read_states, states_of, without
 from petra.huggingface.stepwise import Stepwise
 from petra.method import METHODS, Keep, Method
 from petra.pipeline import Pipeline
@@ -67,8 +67,8 @@ class PetraTrainer(Evaluating):
         method: A name from :data:`petra.METHODS`, or a method. The default computes the same gradients as ``Trainer``.
         stages: Number of stages, or number of blocks in each: embedding, layers, head. None: one stage per process of a replica.
         dp: Number of replicas of the pipeline. Each reads its own part of the data, as a process of ``Trainer`` does.
-        max_length: Number of tokens of a row; shorter rows are padded. None: those of the longest row of the data sets, or of the
-            first batch if they can't be indexed.
+        max_length: Number of tokens of a row; shorter rows are padded. None: those of the longest row of the data sets. If these
+            can't be indexed: ``max_length`` of the arguments, if they have it, as ``SFTConfig``, or those of the first batch.
         loss_rows: Compute the loss in chunks of so many tokens, without whole logits (:mod:`petra.models.head_loss`); None: don't.
         extensions: What else acts in a run, such as remedies for stale gradients (:mod:`petra.staleness`).
 
@@ -190,7 +190,7 @@ class PetraTrainer(Evaluating):
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         folder = None if self._resumed is None else Path(self._resumed)
         if folder is not None and (folder / OPTIMIZER).exists() and not (folder / PETRA).exists():
-            self._states = read_states(self.optimizer.optimizer, folder / OPTIMIZER)
+            self._states = read_states(self.optimizer.optimizer, folder / OPTIMIZER, self._tied)
         self.model.train()
         self._build(self._train_loader, None, max_steps)
         if folder is not None:
@@ -413,6 +413,11 @@ class PetraTrainer(Evaluating):
             with shared(base_of(self.model)) if self._added else nullcontext():
                 super().save_model(output_dir, _internal_call)
 
+    def floating_point_ops(self, inputs: Any) -> Any:
+        """Return the number of FLOPs that ``Trainer`` counts for a batch."""
+        with shared(base_of(self.model), equal=False) if self._added else nullcontext():  # others' weights may be old here
+            return super().floating_point_ops(inputs)
+
     def _check_generation(self) -> None:
         """Check before training that the settings of generation can be saved with the model."""
         config = getattr(self.model, "generation_config", None)
@@ -425,7 +430,8 @@ class PetraTrainer(Evaluating):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the states of all stages as the file of ``Trainer``, and of the pipeline if they are more than that."""
         self.optimizer.state.update(gather_states(self.optimizer.optimizer, self.pipeline))
-        super()._save_optimizer_and_scheduler(output_dir)
+        with without(self.optimizer.optimizer, self._tied[1:]):
+            super()._save_optimizer_and_scheduler(output_dir)
         self.optimizer.state.clear()
         if self._exports_all:
             return

@@ -8,12 +8,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from petra import ConfigError, ModelError, PetraError
-from petra.huggingface import PetraTrainer, pipelined
+from petra.huggingface import PetraTrainer, from_pretrained, pipelined
 from petra.huggingface.check import tiny as tiny_of_family
 from tests.huggingface.models import batch_of
 from tests.huggingface.test_equal_to_trainer import both, llama, overridden
@@ -31,6 +34,36 @@ def hooked() -> Any:
 
 def test_lora_with_gradients_of_inputs_and_checkpointing(tmp_path: Path) -> None:
     both(tmp_path, hooked, rows(16), gradient_checkpointing=True)
+
+
+class Int8(nn.Linear):
+    """A layer as those of ``bitsandbytes``: the scale is an attribute of the parameter, and a copy of it is none."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False)
+        scale = layer.weight.detach().abs().max() / 127
+        self.weight: Any = nn.Parameter((layer.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
+        self.weight.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.weight.scale)
+
+
+def quantized() -> Any:
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.mlp.up_proj = Int8(layer.self_attn.q_proj), Int8(layer.mlp.up_proj)
+    return model
+
+
+def test_bases_with_weights_of_few_bits_get_adapters(tmp_path: Path) -> None:
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        return get_peft_model(quantized(), LoraConfig(r=2, target_modules=["v_proj"]))
+
+    both(tmp_path, adapted, rows(16))
+    with pytest.raises(ModelError, match=r"^model: expected floating-point weights .*, got torch.int8"):
+        from_pretrained(quantized())
 
 
 def test_files_have_the_adapters_of_all_stages(tmp_path: Path) -> None:
@@ -110,6 +143,31 @@ def test_a_loss_of_hidden_states_equals_that_of_its_own_trainer(tmp_path: Path) 
         )
     assert type(trainer).__name__ == "PetraChunked"
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
+
+
+def test_the_arguments_bound_rows_of_data_that_cannot_be_indexed(tmp_path: Path) -> None:
+    """The first batch has the shortest rows. Each batch of the second loader is a row of packed ones."""
+    data = sorted(rows(16, padded=True), key=lambda row: len(row["input_ids"]))
+    stream = type("Stream", (IterableDataset,), {"__iter__": lambda self: iter(data)})
+    for collate in (padded, packed):
+        found = []
+        for kind, others in ((Chunked, {}), (pipelined(Chunked), {"stages": 2})):
+            args = arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2, remove_unused_columns=False)
+            args.max_length = 12
+            trainer = kind(llama(), args, train_dataset=stream(), data_collator=collate, **others)
+            trainer.train()
+            found.append([row[0] for row in losses(trainer)])
+        assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    values = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {name: pad_sequence([row[name] for row in batch], True, value) for name, value in values.items()}
+
+
+def packed(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+    joined = {name: torch.cat([row[name] for row in batch])[None] for name in ("input_ids", "labels")}
+    return joined | {"position_ids": torch.cat([torch.arange(len(row["input_ids"])) for row in batch])[None]}
 
 
 def test_a_step_that_calls_no_other_is_refused(tmp_path: Path) -> None:

@@ -106,3 +106,22 @@ def test_gradients_are_added_up_when_no_message_is_in_flight(method: str, stages
             assert {done[op, j] for op in (Op.FORWARD, Op.BACKWARD) for j in range(stages)} <= {completed}
             sums += 1
     assert sums == 3
+
+
+def test_each_class_resumes_from_checkpoints_of_the_other(tmp_path: Path) -> None:
+    """The file of the optimizer has one state for both weights, as that of ``Trainer``, whose FLOPs are counted."""
+    named: dict[type, dict[str, Any]] = {Trainer: {}, PetraTrainer: {"stages": 3}}
+    settings = {**SETTINGS, "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    found = []
+    for first, second in ((Trainer, PetraTrainer), (PetraTrainer, Trainer)):
+        args = arguments(tmp_path / first.__name__, **settings)
+        before = first(tiny(LLAMA, tied=True), args, train_dataset=rows(16), **named[first])
+        before.train()
+        after = second(tiny(LLAMA, tied=True), args, train_dataset=rows(16), **named[second])
+        after.train(resume_from_checkpoint=str(tmp_path / first.__name__ / "checkpoint-2"))
+        found += [(each.model.state_dict(), each.state.total_flos) for each in (before, after)]
+    weights, flops = found[0]
+    for others, count in found[1:]:
+        assert count == flops
+        for key, value in weights.items():
+            torch.testing.assert_close(others[key], value, rtol=1e-9, atol=1e-9)
