@@ -29,7 +29,7 @@ from petra.engine.recipe import Recipe
 from petra.errors import DataError, ModelError, require
 from petra.huggingface.arguments import rates
 from petra.huggingface.blocks import Head, kind_of, split
-from petra.huggingface.feed import Entry, Exit, Form, is_indexed, longest_batch, random_states, set_random_states
+from petra.huggingface.feed import Ahead, Entry, Exit, Form, Reader, is_indexed, longest_batch, random_states, set_random_states
 from petra.huggingface.forecast import forecast
 from petra.huggingface.inputs import FIELDS, next_tokens
 from petra.huggingface.load import base_of, built, report_untied, untie
@@ -158,18 +158,18 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         assert self._pipeline is not None
         return self._pipeline
 
-    def _build(self, loader: Any, evaluated: Any, steps: int = 0) -> None:
+    def _build(self, reader: Reader | None, evaluated: Ahead | None, steps: int = 0) -> None:
         """Build the pipeline from the model and the settings as they are now.
 
         Args:
-            loader: Loader of the data for training, in the first process; None without training.
+            reader: Reader of the data for training, in the first process; None without training.
             evaluated: Loader of data for evaluation; None for those of the data sets of this trainer.
             steps: Number of updates of the training.
         """
         args, base = self.args, base_of(self.model)
         self._untie(base)
         with raise_on_all_ranks():
-            form = self._form(loader, evaluated) if self.rank == 0 else None
+            form = self._form(reader, evaluated) if self.rank == 0 else None
         self.form: Form = all_gather_objects(form)[0]
         parts = split(base, FIELDS[:1] if self.form.size is None else self.form.fields, None)
         check_called(self.model, base, parts)
@@ -187,6 +187,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             metrics=0,
         )
         self._at_once = plan.method.flush or not any(plan.delays)
+        tokens = args.include_num_input_tokens_seen  # batches are read ahead of what is counted
+        require(self._at_once or tokens in ("no", False), "include_num_input_tokens_seen", "no, without flush", tokens)
         ties = self._ties(base) if steps else ()
         clip = args.max_grad_norm or 0
         most = clip or (sys.float_info.max if ties else None)
@@ -276,26 +278,29 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         """Whether the loss is another one than that of ``Trainer``: it may read images, and needs logits."""
         return type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
 
-    def _form(self, loader: Any, evaluated: Any) -> Form:
+    def _form(self, reader: Reader | None, evaluated: Ahead | None) -> Form:
         """Return the form of microbatches, in the first process: that of the longest rows of all data."""
         base, states = base_of(self.model), random_states(self.data_collator)
         config, name = base.config, type(base).__name__
         vocabulary = getattr(config, "vocab_size", None)
-        loaders = [] if loader is None else [loader]
+        aheads = [] if reader is None else [reader.begin()]
         if evaluated is not None:
-            loaders.append(evaluated)
+            aheads.append(evaluated)
         elif self.eval_dataset is not None:
             sets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {None: self.eval_dataset}
-            loaders += [self.get_eval_dataloader(key) for key, data in sets.items() if not_empty(data)]
-        if not loaders and self.train_dataset is not None:
-            loaders.append(self.get_train_dataloader())
-        require(bool(loaders), "train_dataset", "a data set with a length > 0", "none")
+            aheads += [self._ahead(self.get_eval_dataloader(key)) for key, data in sets.items() if not_empty(data)]
+        if not aheads and self.train_dataset is not None:
+            aheads.append(self._ahead(self.get_train_dataloader()))
+        require(bool(aheads), "train_dataset", "a data set with a length > 0", "none")
         forms = []
-        for each in loaders:
-            rows = getattr(each, "batch_size", None) or getattr(getattr(each, "batch_sampler", None), "batch_size", None)
+        for each in aheads:
+            loader = each.loader
+            rows = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
             rows = rows or self.args.per_device_train_batch_size
-            batch = longest_batch(each, rows, vocabulary)
-            forms.append(Form.of(batch, self._size(each, batch, rows), whole=self._own_loss, bidirectional=kind_of(base) == "bert"))
+            batch = longest_batch(each, rows, vocabulary, known=self._max_length is not None)
+            bidirectional = kind_of(base) == "bert"
+            size = self._size(loader, batch, rows)
+            forms.append(Form.of(batch, size, vocabulary, whole=self._own_loss, bidirectional=bidirectional))
         set_random_states(self.data_collator, states)
         form = forms[0].joined(forms[1:])
         positions = getattr(config, "max_position_embeddings", None) if name.startswith(("Bert", "GPT2")) else None
@@ -310,6 +315,9 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             return self._max_length
         found: Sequence[int] = batch[FIELDS[0]].shape  # a single row has the tokens of all rows, if those are packed
         return max(found[-1], most * rows if found[0] < rows else most)
+
+    def _ahead(self, loader: Any) -> Ahead:
+        return Ahead(loader, self.data_collator)
 
     def _rates(self, steps: int) -> Any:
         """Return the learning rate as a function of the microbatches that a stage has done, as stages update at different times."""

@@ -156,7 +156,6 @@ def _alone(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _compare(model: Any, batch: dict[str, Tensor], tolerance: float, *, alone: bool = False) -> str | None:
-
     fields, targets = tuple(batch), torch.randint(VOCABULARY, (ROWS * LENGTH,), generator=torch.Generator().manual_seed(1))
     targets[batch.get("attention_mask", torch.ones(ROWS, LENGTH)).flatten() == 0] = -100
     real, network = targets != -100, from_pretrained(model, fields=fields).build(0)
@@ -179,7 +178,6 @@ def _compare(model: Any, batch: dict[str, Tensor], tolerance: float, *, alone: b
 
 
 def _line(error: Exception) -> str:
-
     return f"{type(error).__name__}: {first_line(error)}"
 
 

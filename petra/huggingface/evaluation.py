@@ -12,7 +12,7 @@ from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.huggingface.building import Pipelined, not_empty
-from petra.huggingface.feed import source_of
+from petra.huggingface.feed import Ahead, source_of
 from petra.huggingface.load import base_of
 from petra.huggingface.outputs import answering
 
@@ -31,12 +31,13 @@ class Evaluating(Pipelined):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate as ``Trainer`` does, on the last stage. The first process reads the data. All return the same metrics."""
+        reading = self._ahead(dataloader)
         if not self.is_in_train:
-            self._fit(dataloader)
+            self._fit(reading)
         only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         length, examples, size = all_gather_objects(_facts_of(dataloader))[0]
         self._total = length, 0 if not size or examples is None else examples % size
-        answers = self._answers(dataloader, only, ignore_keys)
+        answers = self._answers(reading, only, ignore_keys)
         self.callback_handler.eval_dataloader = dataloader
         output = None
         if self.rank == self._last:
@@ -54,12 +55,12 @@ class Evaluating(Pipelined):
         self._remainder, self._logs_of_all = None, description != "Prediction"  # evaluate logs next
         return all_gather_objects(output)[self._last]
 
-    def _answers(self, loader: Any, only: bool, ignore_keys: Any) -> Iterator[dict[str, Tensor]]:
+    def _answers(self, loader: Ahead, only: bool, ignore_keys: Any) -> Iterator[dict[str, Tensor]]:
         """Yield the batches of a data loader on the last stage, after what it has answered; in others, as many empty ones."""
         self._answered, self._batches = deque[Any](), deque[dict[str, Tensor]]()
         self._waiting: list[tuple[dict[str, Tensor], Tensor]] = []
         self._asked = only, ignore_keys
-        batches = iter(getattr(loader, "base_dataloader", loader)) if self.reads else iter(())
+        batches = iter(loader) if self.reads else iter(())
         done, at_once = 0, (8 if only else 1) * len(self.pipeline.plan.stages)
         while True:
             packed, count = list[Tensor](), 0
@@ -105,13 +106,13 @@ class Evaluating(Pipelined):
         with answering(base_of(self.model), whole, joined, () if self._of_states else None):
             self._answered.append(step(self, self.model, whole, only, ignore_keys=ignore_keys))
 
-    def _fit(self, loader: Any) -> None:
+    def _fit(self, reading: Ahead) -> None:
         """Build the pipeline again, if the data of a loader do not fit its microbatches. Every process must call this method."""
         with raise_on_all_ranks():
-            own = self._pipeline is not None and self.rank == 0 and not_empty(getattr(loader, "dataset", None))
-            fits = not own or self.form.joined([self._form(None, loader)]) == self.form
+            own = self._pipeline is not None and self.rank == 0 and not_empty(getattr(reading.loader, "dataset", None))
+            fits = not own or self.form.joined([self._form(None, reading)]) == self.form
         if self._pipeline is None or not all_gather_objects(fits)[0]:
-            self._build(None, loader if self.rank == 0 else None)
+            self._build(None, reading if self.rank == 0 else None)
 
 
 class _Loader:

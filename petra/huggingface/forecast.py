@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from petra.cost_model.memory import predict_memory
 from petra.cost_model.simulator import predict
 from petra.engine.recipe import Recipe
 from petra.errors import first_line
+from petra.huggingface.optimizers import defaults_of
 from petra.plan import Plan
 from petra.specs import TensorSpec
 
@@ -47,11 +47,9 @@ def forecast(plan: Plan, recipe: Recipe, whole: torch.optim.Optimizer, kind: str
 def _memory(plan: Plan, recipe: Recipe, whole: torch.optim.Optimizer, kind: str, chunks: Any) -> str:
     if sum(profile.parameters for profile in plan.layout.profiles) < SMALL:
         return f"none for fewer than {SMALL // 1_000_000} million parameters"
-    accepted = signature(type(whole).__init__).parameters
-    settings = {name: value for name, value in whole.defaults.items() if name in accepted}
 
     def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-        return type(whole)([p for p in module.parameters() if p.requires_grad], **settings)
+        return type(whole)([p for p in module.parameters() if p.requires_grad], **defaults_of(whole))
 
     recipe = replace(recipe, optimizer=optimizer, loss=_Loss(chunks))
     try:

@@ -28,6 +28,12 @@ def without_steps(whole: torch.optim.Optimizer) -> None:
     whole.zero_grad = MethodType(lambda self, set_to_none=True: None, whole)  # type: ignore[method-assign]
 
 
+def defaults_of(whole: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the settings with which an optimizer like ``whole`` is made."""
+    accepted = signature(type(whole).__init__).parameters
+    return {name: value for name, value in whole.defaults.items() if name in accepted}
+
+
 def stage_optimizer(whole: torch.optim.Optimizer, states: States, module: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer like ``whole`` for the parameters of a stage.
 
@@ -38,9 +44,7 @@ def stage_optimizer(whole: torch.optim.Optimizer, states: States, module: nn.Mod
     groups = [{**_settings(group), "params": group["params"], GROUP: i} for i, group in enumerate(whole.param_groups)]
     for group in groups:
         group["params"] = [p for p in group["params"] if id(p) in own]
-    accepted = signature(type(whole).__init__).parameters
-    defaults = {name: value for name, value in whole.defaults.items() if name in accepted}
-    made = type(whole)([group for group in groups if group["params"]], **defaults)
+    made = type(whole)([group for group in groups if group["params"]], **defaults_of(whole))
     numbered = [p for group in made.param_groups for p in group["params"]]
     known = {i: states[p] for i, p in enumerate(numbered) if p in states}
     if known:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length
 
@@ -36,13 +37,10 @@ from petra.pipeline import Pipeline
 from petra.plan.layout import processes_per_replica
 from petra.training.checkpoint import Checkpoints, newest, restore
 
-PETRA, READER, OPTIMIZER, SCHEDULER = "petra", "reader.pt", "optimizer.pt", "scheduler.pt"
-TRAINER_STATE_NAME = "trainer_state.json"
+PETRA, READER = "petra", "reader.pt"
 """In a folder ``checkpoint-<step>``: a checkpoint of the pipeline, states of random numbers, and files of ``Trainer``."""
 EVENTS = ("on_step_end", "on_evaluate", "on_save", "on_epoch_end", "on_log")
 """Events at which the pipeline may be drained, and callbacks may read the model."""
-
-
 WANTED = ("should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
 """What callbacks ask for that all processes do together."""
 CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -67,8 +65,9 @@ class PetraTrainer(Evaluating):
         method: A name from :data:`petra.METHODS`, or a method. The default computes the same gradients as ``Trainer``.
         stages: Number of stages, or number of blocks in each: embedding, layers, head. None: one stage per process of a replica.
         dp: Number of replicas of the pipeline. Each reads its own part of the data, as a process of ``Trainer`` does.
-        max_length: Number of tokens of a row; shorter rows are padded. None: those of the longest row of the data sets. If these
-            can't be indexed: ``max_length`` of the arguments, if they have it, as ``SFTConfig``, or those of the first batch.
+        max_length: Number of tokens of a row; shorter rows are padded. None: those of the longest row of the data sets, all of
+            which are read for it at the start. If these can't be indexed: ``max_length`` of the arguments, if they have it, as
+            ``SFTConfig``, or those of the first batch.
         loss_rows: Compute the loss in chunks of so many tokens, without whole logits (:mod:`petra.models.head_loss`); None: don't.
         extensions: What else acts in a run, such as remedies for stale gradients (:mod:`petra.staleness`).
 
@@ -189,17 +188,11 @@ class PetraTrainer(Evaluating):
         self._resumed: str | None = None
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         folder = None if self._resumed is None else Path(self._resumed)
-        if folder is not None and (folder / OPTIMIZER).exists() and not (folder / PETRA).exists():
-            self._states = read_states(self.optimizer.optimizer, folder / OPTIMIZER, self._tied)
+        if folder is not None and (folder / OPTIMIZER_NAME).exists() and not (folder / PETRA).exists():
+            self._states = read_states(self.optimizer.optimizer, folder / OPTIMIZER_NAME, self._tied)
         self.model.train()
-        self._build(self._train_loader, None, max_steps)
-        if folder is not None:
-            self._restore(folder)
         k, step = self.args.gradient_accumulation_steps, self.state.global_step
-        pipeline = self.pipeline
-        pipeline.microbatches_done = step * k
-        for worker in pipeline.workers.values():
-            worker.microbatches_done = step * k
+        self._reader = None
         if self.reads:
             path = None if folder is None else folder / self._reader_file
             states = torch.load(path, weights_only=False) if path is not None and path.exists() else None
@@ -207,6 +200,13 @@ class PetraTrainer(Evaluating):
             epoch = step // max(per_epoch, 1)
             self._reader = Reader(self._train_loader, self.data_collator, epoch, states, self._of_replicas)
             self.callback_handler.train_dataloader = self._train_loader
+        self._build(self._reader, None, max_steps)
+        if folder is not None:
+            self._restore(folder)
+        pipeline = self.pipeline
+        pipeline.microbatches_done = step * k
+        for worker in pipeline.workers.values():
+            worker.microbatches_done = step * k
         self._reads = set(all_gather_objects(self._reading_events())[0])
         return model, loader
 
@@ -358,9 +358,10 @@ class PetraTrainer(Evaluating):
         """Let all processes do what a callback of one has asked for, once the pipeline is drained."""
         own = [a or b for a, b in zip(self._asked_for(), self._wanted, strict=True)]
         if self._at_once or not self._left:
-            mine = own, float(tr_loss), self._norm if grad_norm is not None else 0.0, self.control.should_log
-            gathered = all_gather_objects(mine)
+            seen, norm = int(self.state.num_input_tokens_seen), self._norm if grad_norm is not None else 0.0
+            gathered = all_gather_objects((own, float(tr_loss), norm, seen, self.control.should_log))
             self._ask_for(flags for flags, *_ in gathered)
+            self.state.num_input_tokens_seen = gathered[0][3]  # of the process that reads
             self.control.should_log = any(each[-1] for each in gathered)
             self._logs_of_all = self.control.should_log and self.state.global_step > self._globalstep_last_logged
             tr_loss.fill_(gathered[0][1])
@@ -470,15 +471,15 @@ class PetraTrainer(Evaluating):
 
     def _restore(self, folder: Path) -> None:
         """Resume from a checkpoint of this class or of ``Trainer``."""
-        expected = f"a folder that PetraTrainer has saved, with {PETRA}/ or {OPTIMIZER}"
+        expected = f"a folder that PetraTrainer has saved, with {PETRA}/ or {OPTIMIZER_NAME}"
         path = newest(folder / PETRA)
-        require(path is not None or (folder / OPTIMIZER).exists(), "resume_from_checkpoint", expected, folder)
+        require(path is not None or (folder / OPTIMIZER_NAME).exists(), "resume_from_checkpoint", expected, folder)
         if path is not None:
             facts = restore(self.pipeline, path)
             for name, value in self._facts.items():
                 require(facts.get(name) == value, name, f"{facts.get(name)}, as in {folder}", value)
-        if (folder / SCHEDULER).exists():
-            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER, weights_only=True))
+        if (folder / SCHEDULER_NAME).exists():
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         base = base_of(self.model)

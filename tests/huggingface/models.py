@@ -1,5 +1,6 @@
 """Tiny random models of every supported class of ``transformers``, untied, and what they compute themselves."""
 
+import os
 from typing import Any
 
 import torch
@@ -28,6 +29,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ViTForImageClassification": {**DECODER, **PLAIN, "image_size": 8, "patch_size": 4, "num_labels": 3},
 }
 """Settings of the configuration by class."""
+
+
+def as_torchrun(rank: int, world: int) -> None:
+    """Set the variables that torchrun sets for a process."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
+    os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": 1}.items()})
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float64, *, tied: bool = False, **settings: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -215,6 +216,29 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter(rows(10))
 
 
+class Once(IterableDataset):  # type: ignore[type-arg]
+    """Rows that are read once: a second reader gets those that are left. Their number is known."""
+
+    def __init__(self) -> None:
+        self.rows = iter(rows(24))
+
+    def __iter__(self) -> Any:
+        return self.rows
+
+    def __len__(self) -> int:
+        return 24
+
+
+def test_no_batch_of_a_stream_is_left_out(tmp_path: Path) -> None:
+    settings = {"remove_unused_columns": False, "data_collator": collated}
+    each = both(tmp_path, lambda: tiny("BertForMaskedLM", torch.float32), Once, **settings)
+    found = []
+    for trainer in each:
+        transformers.set_seed(3)
+        found.append(trainer.evaluate(Once())["eval_loss"])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 def test_data_without_a_length_and_loaders_of_ones_own(tmp_path: Path) -> None:
     both(tmp_path, llama, Stream(), max_steps=7, gradient_accumulation_steps=1)
     collate = functools.partial(torch.utils.data.default_collate)
@@ -230,6 +254,8 @@ def test_lengths_are_found_at_the_start(tmp_path: Path) -> None:
         PetraError, match=f"row 8: expected tokens below {VOCABULARY}, the vocabulary of the model, got {VOCABULARY}"
     ):
         PetraTrainer(llama(), arguments(tmp_path, **SHORT), train_dataset=refused_rows).train()
+    with pytest.raises(PetraError, match=f"batch, input_ids: expected tokens below {VOCABULARY}, the vocabulary of the model"):
+        PetraTrainer(llama(), arguments(tmp_path, **SHORT), train_dataset=refused_rows, max_length=12).train()
     with pytest.raises(PetraError, match="max_length: expected at most 32, the positions of the model, got 33"):
         both(tmp_path, lambda: tiny("GPT2LMHeadModel", torch.float32), rows(8), lambda t: setattr(t, "_max_length", 33))
     settings = {**SHORT, "dataloader_drop_last": True, "max_steps": -1}
@@ -398,6 +424,9 @@ def test_settings_that_would_fail_later_are_refused_before_training(tmp_path: Pa
     args = arguments(tmp_path, **SHORT, save_strategy="steps", save_steps=1)
     with pytest.raises(ConfigError, match=r"model.generation_config: .*`temperature` is set to `0.3`"):
         PetraTrainer(unsavable, args, train_dataset=rows(16)).train()
+    counted = arguments(tmp_path, **SHORT, include_num_input_tokens_seen="all")
+    with pytest.raises(ConfigError, match="include_num_input_tokens_seen: expected no, without flush, got all"):
+        PetraTrainer(llama(), counted, train_dataset=rows(16), method="petra", stages=2).train()
     dynamic = tiny(LLAMA, torch.float32, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(PetraError, match=r"model: expected weights .*, got none in model.embed_tokens.weight"):
         PetraTrainer(llama().to("meta"), arguments(tmp_path), train_dataset=rows(16))

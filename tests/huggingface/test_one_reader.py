@@ -1,5 +1,6 @@
 """One process reads the data of ``PetraTrainer``, and its results do not depend on the number of processes."""
 
+import multiprocessing
 import os
 import random
 from pathlib import Path
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
-from tests.huggingface.models import tiny
+from petra.huggingface import PetraTrainer
+from tests.huggingface.models import as_torchrun, tiny
 from tests.huggingface.test_trainer import arguments, losses, rows
 from tests.support.processes import run_processes
 
 SETTINGS = {"gradient_accumulation_steps": 2, "max_steps": 4, "per_device_eval_batch_size": 6, "remove_unused_columns": False}
+SETTINGS |= {"include_num_input_tokens_seen": "all"}
 
 
 def masked(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -69,10 +72,9 @@ def hits(trainer: Any) -> list[float]:
 
 
 def trained(rank: int, folder: str, world: int) -> tuple[Any, ...]:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
-    os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": 1}.items() if world > 1})
-    from petra.huggingface import PetraTrainer
-
+    if world > 1:
+        as_torchrun(rank, world)
+        multiprocessing.set_start_method("fork", force=True)  # of workers of loaders; a fork server would import all anew
     data = rows(20) if rank == 0 else rows(20)[::-1]  # never read
     args = arguments(Path(folder) / str(world), **SETTINGS, eval_strategy="steps", eval_steps=2, dataloader_num_workers=world - 1)
     reads = Reads()
@@ -91,7 +93,7 @@ def trained(rank: int, folder: str, world: int) -> tuple[Any, ...]:
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     scores = [row["eval_hits"] for row in trainer.state.log_history if "eval_hits" in row]
     checkpoints = sorted(path.name for path in (Path(folder) / str(world)).glob("checkpoint-*"))
-    predicted = trainer.predict(data[:5]).predictions.shape
+    predicted = trainer.predict(data[:5]).predictions.shape, trainer.state.num_input_tokens_seen
     assert world == 1 or all("last" in row for row in trainer.state.log_history if "loss" in row)
     logged = hits(trainer)
     return losses(trainer), scores, reads.found, weights, checkpoints, predicted, logged
@@ -113,6 +115,7 @@ def test_masks_and_labels_agree_and_draws_are_those_of_trainer(tmp_path: Path) -
     np.random.seed(7)
     random.seed(7)
     plain.train()
+    assert one[5][1] == plain.state.num_input_tokens_seen > 0
     assert one[6][:2] == hits(plain)[:2]
     assert [loss for loss, *_ in one[0][:2]] == pytest.approx([loss for loss, *_ in losses(plain)[:2]], rel=1e-5)
 

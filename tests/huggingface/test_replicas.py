@@ -1,6 +1,5 @@
 """Replicas of a pipeline read rows, and have losses, as the processes of ``Trainer`` under DDP."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from tests.huggingface.models import LENGTH, VOCABULARY, tiny
+from petra.huggingface import PetraTrainer
+from tests.huggingface.models import LENGTH, VOCABULARY, as_torchrun, tiny
 from tests.huggingface.test_trainer import arguments
 from tests.support.processes import run_processes
 
@@ -39,10 +39,7 @@ def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor
 
 
 def trained(rank: int, folder: str, world: int, methods: tuple[str, ...]) -> list[Any]:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "localhost"}
-    os.environ.update({name: str(value) for name, value in {**names, "MASTER_PORT": 1}.items()})
-    from petra.huggingface import PetraTrainer
-
+    as_torchrun(rank, world)
     found = []
     for method in methods:
         args = arguments(Path(folder) / f"{world}{method}", **SETTINGS, **EVALUATION, ddp_backend="gloo", logging_steps=1)

@@ -1,6 +1,5 @@
 """An embedding and a head that share their weights stay equal where gradients are exact."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from petra import METHODS
 from petra.huggingface import PetraTrainer
 from petra.plan.timetable import Op, training_rounds
-from tests.huggingface.models import batch_of, tiny
+from tests.huggingface.models import as_torchrun, batch_of, tiny
 from tests.huggingface.test_trainer import arguments, rows
 from tests.support.processes import run_processes
 
@@ -46,15 +45,7 @@ def test_training_equals_that_of_trainer(optim: str, tolerance: float, method: s
 def resumed(rank: int | None, folder: str) -> dict[str, Tensor]:
     """Return the weights of 4 updates, of which the last 2 are trained after a resume; without clipping and without a delay."""
     if rank is not None:
-        names = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": 2,
-            "LOCAL_WORLD_SIZE": 2,
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": 1,
-        }
-        os.environ.update({name: str(value) for name, value in names.items()})
+        as_torchrun(rank, 2)
     settings = {**SETTINGS, "max_steps": 4, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 2}
     args = arguments(Path(folder), **settings, **({} if rank is None else {"ddp_backend": "gloo"}))
     named = {"train_dataset": rows(16), "stages": 3, "method": "backprop"}
