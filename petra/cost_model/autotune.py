@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -148,11 +149,7 @@ def choose_delays(
         device_type: ``cpu`` or ``cuda``, by which ``auto`` selects a transport.
     """
     most, boundaries = largest_delay(method, k, len(costs), LARGEST_DELAY), len(costs) - 1
-
-    def period(delays: Sequence[int]) -> float:
-        rules = simulated_transport(transport, delays, device_type)
-        return predict(costs, replace(method, delay=tuple(delays)), k, processes=processes, link=link, transport=rules).period
-
+    period = partial(period_of, costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
     if not boundaries:
         return ()
     longest_period = (1 + TOLERANCE) * period([most] * boundaries)
@@ -165,6 +162,22 @@ def choose_delays(
                 break
             delays = lower
     return tuple(delays)
+
+
+def period_of(
+    costs: Sequence[StageCost],
+    method: Method,
+    k: int,
+    delays: Sequence[int],
+    *,
+    link: Link | Sequence[Connection],
+    processes: Sequence[range] | None,
+    transport: TransportName,
+    device_type: str,
+) -> float:
+    """Return the predicted seconds per microbatch with some boundary delays. The arguments are those of :func:`choose_delays`."""
+    rules = simulated_transport(transport, delays, device_type)
+    return predict(costs, replace(method, delay=tuple(delays)), k, processes=processes, link=link, transport=rules).period
 
 
 def search_within(

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 
-from petra.cost_model.autotune import Tuned, choose_delays, largest_delay, setting_of
+from petra.cost_model.autotune import TOLERANCE, Tuned, choose_delays, largest_delay, period_of, setting_of
 from petra.cost_model.costs import BlockCost
 from petra.cost_model.machines import INSTANT, Connection, Device, Link
 from petra.cost_model.memory import PredictedMemory
@@ -31,11 +33,15 @@ STEPS = 1000
 """Steps into which the memory of a stage is divided. The bytes of each block are rounded up to a step, of at least one byte."""
 SEARCHES = 8
 """Searches with the memory that was predicted for the result of the one before."""
+DELAYS = 3
+"""Searches for different delays."""
 NEARLY = 1e-6
 """Stages whose times differ by less, relative to the slowest, are equally slow."""
 
 Predict = Callable[[Tuned], Sequence[PredictedMemory]]
 """Predicts the memory of each stage of a setting."""
+Found = tuple[Tuned, Sequence[PredictedMemory]]
+"""A setting, and the memory of its stages."""
 
 
 @dataclass(frozen=True)
@@ -103,39 +109,47 @@ class Choices:
             in_flight: Microbatches in flight.
             limit: Bytes of the stage.
         """
-        tables, step = self._tables(start, end, in_flight, limit), _step(limit)
-        if len(tables) < end - start:
+        if limit <= 0:
+            return None
+        step, tables = _step(limit), [np.zeros(limit // _step(limit) + 1)]
+        for b in range(start, end):
+            tables.append(self._extended(tables[-1], b, in_flight, step))
+        if np.isinf(tables[-1][-1]):
             return None
         place, keeps = int(np.argmin(tables[-1])), list[Keep]()
         for b in range(end - 1, start - 1, -1):
-            before = tables[b - start - 1] if b > start else np.zeros(len(tables[0]))
+            before, now = tables[b - start : b - start + 2]
             for keep, size in sorted(self._sizes(b, in_flight, step), key=lambda option: -option[1]):
-                if size <= place and np.isclose(before[place - size] + self.seconds[b][keep], tables[b - start][place], rtol=1e-12):
+                if size <= place and np.isclose(before[place - size] + self.seconds[b][keep], now[place], rtol=1e-12):
                     keeps.append(keep)
                     place -= size
                     break
         return tuple(reversed(keeps))
 
-    def times(self, start: int, in_flight: int, limit: int) -> list[float]:
-        """Return the least times of the stages that begin with a block, by their number of blocks, from 1, as long as they fit."""
-        return [float(table[-1]) for table in self._tables(start, len(self.seconds), in_flight, limit)]
+    def times(self, blocks: range, in_flight: int, limit: int) -> Values:
+        """Return the least time of each stage of some consecutive blocks, given the first and the one after the last of them.
 
-    def _tables(self, start: int, end: int, in_flight: int, limit: int) -> Sequence[Values]:
-        """Return the least time within 0, 1, 2, … steps for the first 1, 2, 3, … blocks from one on, as long as any fits."""
+        Blocks are counted from the first of ``blocks``. The time of a stage that does not fit is infinite.
+        """
+        found, first = np.full((len(blocks) + 1, len(blocks) + 1), np.inf), 0
         if limit <= 0:
-            return []
+            return found
         step = _step(limit)
-        tables, last = list[Values](), np.zeros(limit // step + 1)
-        for b in range(start, end):
-            found = np.full(len(last), np.inf)
-            for keep, size in self._sizes(b, in_flight, step):
-                if size < len(last):
-                    found[size:] = np.minimum(found[size:], last[: len(last) - size] + self.seconds[b][keep])
-            if np.isinf(found[-1]):
-                break
-            tables.append(found)
-            last = found
-        return tables
+        tables = np.zeros((len(blocks), limit // step + 1))
+        for i, b in enumerate(blocks):  # row s has what _extended returns for the stage that begins with block s
+            own = tables[first : i + 1] = self._extended(tables[first : i + 1], b, in_flight, step)
+            found[first : i + 1, i + 1] = own[:, -1]
+            first += int(np.isinf(own[:, -1]).sum())  # a stage that begins before one that doesn't fit doesn't fit either
+        return found
+
+    def _extended(self, times: Values, b: int, in_flight: int, step: int) -> Values:
+        """Return the least times within 0, 1, 2, … steps (last dimension) of stages with one more block, given those without it."""
+        found, count = np.full_like(times, np.inf), times.shape[-1]
+        for keep, size in self._sizes(b, in_flight, step):
+            if size < count:
+                longer = times[..., : count - size] + self.seconds[b][keep]
+                np.minimum(found[..., size:], longer, out=found[..., size:])
+        return found
 
     def _sizes(self, b: int, in_flight: int, step: int) -> list[tuple[Keep, int]]:
         own = self.memory[b]
@@ -162,7 +176,7 @@ def tune_keeps(
     processes: Sequence[range] | None = None,
     transport: TransportName = "auto",
     device_type: str = "cpu",
-) -> tuple[Tuned, Sequence[PredictedMemory]]:
+) -> Found:
     """Choose what each block stores, and the partition and the delays if they are to be chosen.
 
     Args:
@@ -173,7 +187,8 @@ def tune_keeps(
         predict: Predicts the memory of each stage.
         key: Setting that an error names.
         tune_delay, link, processes, transport, device_type: As for :func:`petra.cost_model.autotune.tune`. With ``tune_delay``, the
-            search is repeated for the delays that suffice, which leave more memory.
+            search is made for a delay of 1, and repeated for the delays that suffice for its result, :data:`DELAYS` times at most:
+            larger delays hide more, but leave less memory. The fastest result counts, and of about equal ones the least stale.
 
     Returns:
         The setting and the memory of its stages.
@@ -187,16 +202,32 @@ def tune_keeps(
         for block, own in zip(blocks, memory, strict=True)
     ]
 
-    def search(method: Method) -> tuple[Tuned, Sequence[PredictedMemory]]:
+    def search(method: Method) -> Found:
         found = _Search(blocks, Choices(seconds, memory), method, k, stages, devices, predict)
         return found.with_graphs(*found.with_inputs(*found.best(key)))
 
     if not tune_delay or count == 1:
         return search(method)
-    method = replace(method, delay=largest_delay(method, k, count, 2))
-    costs = search(method)[0].costs
-    delay = choose_delays(costs, method, k, link=link, processes=processes, transport=transport, device_type=device_type)
-    return search(replace(method, delay=delay))
+    rules: dict[str, Any] = {"link": link, "processes": processes, "transport": transport, "device_type": device_type}
+    return _with_delays(search, method, k, count, rules)
+
+
+def _with_delays(search: Callable[[Method], Found], method: Method, k: int, count: int, rules: Mapping[str, Any]) -> Found:
+    """Return the fastest result of searches for different delays."""
+    found, delays = dict[tuple[int, ...], Found](), (largest_delay(method, k, count, 1),) * (count - 1)
+    while delays not in found:
+        try:
+            found[delays] = search(replace(method, delay=delays))
+        except ConfigError:
+            if not found:
+                raise
+            break  # larger delays leave too little memory
+        if len(found) < DELAYS:
+            delays = choose_delays(found[delays][0].costs, method, k, **rules)
+    periods = {own: period_of(tuned.costs, method, k, own, **rules) for own, (tuned, _) in found.items()}
+    longest = (1 + TOLERANCE) * min(periods.values())
+    close = [own for own, period in periods.items() if period <= longest]
+    return found[min(close, key=lambda own: sum(replace(method, delay=own).delays(count, k)))]
 
 
 @dataclass(frozen=True)
@@ -211,7 +242,7 @@ class _Search:
     devices: Sequence[Device]
     predict: Predict
 
-    def best(self, key: str) -> tuple[Tuned, Sequence[PredictedMemory]]:
+    def best(self, key: str) -> Found:
         """Return the fastest setting that fits, among those of several searches, and the memory of its stages.
 
         Raises:
@@ -245,7 +276,7 @@ class _Search:
             raise invalid(key, f"at least about {worst / 1e9:.3g} GB for a stage", f"{given / 1e9:.3g} GB")
         return best
 
-    def with_inputs(self, tuned: Tuned, memory: Sequence[PredictedMemory]) -> tuple[Tuned, Sequence[PredictedMemory]]:
+    def with_inputs(self, tuned: Tuned, memory: Sequence[PredictedMemory]) -> Found:
         """Let the last blocks of stages store their input instead of nothing where it fits: the next stage then returns no x̃."""
         partition, keep = partition_of(tuned.stages), tuned.keep
         assert keep is not None
@@ -260,7 +291,7 @@ class _Search:
             ends = fewer if len(fewer) < len(ends) else []
         return tuned, memory
 
-    def with_graphs(self, tuned: Tuned, memory: Sequence[PredictedMemory]) -> tuple[Tuned, Sequence[PredictedMemory]]:
+    def with_graphs(self, tuned: Tuned, memory: Sequence[PredictedMemory]) -> Found:
         """Let each of the slowest stages store one more graph, as long as it fits: bytes that graphs share were counted twice."""
         partition, seconds = partition_of(tuned.stages), self.choices.seconds
         while True:
@@ -287,18 +318,15 @@ class _Search:
         Raises:
             ConfigError: If no partition fits.
         """
-        items, known = len(choices.seconds), dict[tuple[int, int], Values]()
+        items, spare = len(self.blocks), len(self.blocks) - len(self.devices)
 
-        def table(j: int) -> Values:
-            if (own := (flights[j], limits[j])) not in known:
-                found = known[own] = np.full((items + 1, items + 1), np.inf)
-                for start in range(items):
-                    times = choices.times(start, *own)
-                    found[start, start + 1 : start + 1 + len(times)] = times
-            return known[own]
+        @cache
+        def times(j: int) -> Values:  # every stage before and after it has a block
+            found: Values = choices.times(range(j, j + spare + 1), flights[j], limits[j]) / self.devices[j].speed
+            return found
 
         def seconds(starts: Indices, ends: Indices, j: int) -> Values:
-            found: Values = table(j)[starts, ends] / self.devices[j].speed
+            found: Values = times(j)[starts - j, ends - j]
             return found
 
         partition = best_partition(items, self.stages, seconds) if isinstance(self.stages, int) else partition_of(self.stages)

@@ -1,6 +1,7 @@
 """The choice of what blocks store, against all choices tried one by one."""
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -14,6 +15,7 @@ from petra.cost_model.costs import BlockCost, count_blocks
 from petra.cost_model.keeps import BlockMemory, count_memory, tune_keeps
 from petra.cost_model.machines import Device
 from petra.cost_model.memory import PredictedMemory, predict_memory
+from petra.cost_model.simulator import predict
 from petra.cost_model.stage_memory import Known
 from petra.method import Keep, Method
 from petra.models import revgpt
@@ -73,13 +75,14 @@ def brute_force(problem: dict[str, Any]) -> float | None:
 
 
 def chosen(problem: dict[str, Any], **settings: Any) -> Tuned:
-    def predict(tuned: Tuned) -> list[PredictedMemory]:
+    def needed(tuned: Tuned) -> list[PredictedMemory]:
         assert tuned.keep is not None
         ends = tuple(sum(tuned.stages[: j + 1]) for j in range(len(tuned.stages)))
-        return [PredictedMemory(size, 0, 0, 0, 0, workspace=0) for size in used(problem, ends, tuned.keep)]
+        sizes = used(problem | {"method": replace(problem["method"], delay=tuned.delay)}, ends, tuned.keep)
+        return [PredictedMemory(size, 0, 0, 0, 0, workspace=0) for size in sizes]
 
     arguments = (problem[name] for name in ("blocks", "memory", "method"))
-    return tune_keeps(*arguments, 1, problem["stages"], problem["devices"], predict, "trainer.memory_limit", **settings)[0]
+    return tune_keeps(*arguments, 1, problem["stages"], problem["devices"], needed, "trainer.memory_limit", **settings)[0]
 
 
 def test_the_choice_is_as_fast_as_the_best_of_all() -> None:
@@ -99,6 +102,23 @@ def test_the_choice_is_as_fast_as_the_best_of_all() -> None:
         sizes = used(problem, ends, found.keep)
         assert all(size <= device.memory for size, device in zip(sizes, problem["devices"], strict=True))
     assert 100 < fitting < 200
+
+
+def test_with_chosen_delays_it_is_as_fast_as_with_any_one_delay() -> None:
+    """A larger delay hides the way of a microbatch to the last stage and back, and leaves less memory for graphs."""
+    draw, delays = random.Random(1), set[object]()
+    for _ in range(40):
+        problem = case(draw)
+        periods, count = [], problem["stages"]
+        for delay in (1, 2):
+            with suppress(ConfigError):
+                found = chosen(problem | {"method": Method("x", delay, Keep.NOTHING)})
+                periods.append(predict(found.costs, Method("x", delay, Keep.NOTHING), 1, transport="edge").period)
+        if count > 1 and periods:
+            found = chosen(problem, tune_delay=True, transport="edge")
+            assert predict(found.costs, Method("x", found.delay, Keep.NOTHING), 1, transport="edge").period <= 1.011 * min(periods)
+            delays.add(found.delay)
+    assert len(delays) > 3
 
 
 def test_memory_that_does_not_add_up_is_found_by_the_prediction() -> None:
