@@ -237,13 +237,14 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
     setup = set_up(replace(config, trainer=replace(config.trainer, transport=AUTO)), Process(0, config.dp, 0, 1))
-    machines, model = _machines(options, config), setup.plan.model
+    machines = _machines(options, config)
     link = _link_of_replicas(options, config, machines) if config.dp > 1 else None
     rows, refused = candidates(setup, machines, link, measure=options.measure, teraflops=options.teraflops)
     rows, task = with_expected(setup, rows)
     samples, count = setup.plan.inputs.shape[0], min(len(machines.devices), len(setup.plan.layout.profiles))
+    name = next((word.removeprefix("model=") for word in reversed(overrides) if word.startswith("model=")), setup.plan.model.name)
     lines = [
-        f"{model.name}: {len(setup.plan.layout.profiles)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
+        f"{name}: {len(setup.plan.layout.profiles)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
         f"microbatches of {setup.plan.inputs}, k = {config.k}, {count} of {len(machines.devices)} devices"
         f"{f' in each of {config.dp} replicas' if config.dp > 1 else ''}",
         _assumptions(options, config, setup),
@@ -285,12 +286,8 @@ def candidates(
         blocks = tuple(block.scaled(1e-12 / teraflops) for block in count_blocks(plan.model, plan.layout.inputs, plan.numerics))
     on_gpus = config.trainer.transport == AUTO and config.trainer.device != "cpu"
     transport: TransportName = "lockstep" if on_gpus else config.trainer.transport  # what auto selects on GPUs
-    known: Known = {}
-    rows, refused, predicted = (
-        list[Candidate](),
-        list[str](),
-        partial(stage_memories, setup, known, device_type="cuda" if on_gpus else setup.device.type),
-    )
+    known, rows, refused = Known(), list[Candidate](), list[str]()
+    predicted = partial(stage_memories, setup, known, device_type="cuda" if on_gpus else setup.device.type)
     sums = None if link is None else partial(_waits, setup, link)
     usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, KEEP_AUTO, AUTO_DELAY]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
@@ -313,9 +310,14 @@ def candidates(
 
 def _waits(setup: Setup, link: Link, tuned: Tuned, period: float) -> list[float]:
     """Return the seconds that an update of each stage waits for sums over replicas, given the period without them."""
-    profiles, outer, k = iter(setup.plan.layout.profiles), _outer(setup), setup.plan.k
-    sizes = [sum(profile.parameters for profile in islice(profiles, count)) for count in tuned.stages]
-    return [seconds_per_update(size, setup.config.dp, link, outer, k * period) for size in sizes]
+    outer, update = _outer(setup), setup.plan.k * period
+    return [seconds_per_update(size, setup.config.dp, link, outer, update) for size in _parameters(setup, tuned)]
+
+
+def _parameters(setup: Setup, tuned: Tuned) -> list[int]:
+    """Return the number of parameters of each stage."""
+    profiles = iter(setup.plan.layout.profiles)
+    return [sum(profile.parameters for profile in islice(profiles, count)) for count in tuned.stages]
 
 
 def _outer(setup: Setup) -> OuterStep:
@@ -325,8 +327,7 @@ def _outer(setup: Setup) -> OuterStep:
 
 def _shown_sums(setup: Setup, row: Candidate, link: Link | None) -> str:
     """Return a line about what replicas send over the link between them."""
-    profiles, outer, dp = iter(setup.plan.layout.profiles), _outer(setup), setup.config.dp
-    size = max(sum(profile.parameters for profile in islice(profiles, count)) for count in row.tuned.stages)
+    size, outer, dp = max(_parameters(setup, row.tuned)), _outer(setup), setup.config.dp
     when = f"at every {outer.every} updates, which may take {outer.overlap} updates" if outer.every else "at every update"
     counted = "" if link is not None else "; not counted, since the file of machines has no link"
     megabytes = plain(sum_bytes(size, dp, outer) / 1e6)

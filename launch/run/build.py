@@ -24,12 +24,13 @@ from petra.errors import ConfigError, alternatives, require
 from petra.inplace_abn import PIXEL_DATASETS, PIXEL_MODELS, ConfusionMatrix, bootstrapped_cross_entropy
 from petra.inplace_abn.deeplab import OUTPUT_STRIDE
 from petra.method import Keep, Method
-from petra.model import Model
+from petra.model import BlockProfile, Model
 from petra.models import MODELS, TOKEN_MODELS
 from petra.pipeline import Pipeline
 from petra.plan import Plan, make_plan
 from petra.plan.layout import processes_per_replica
 from petra.settings import Numerics, Runtime
+from petra.specs import TensorSpec
 from petra.torch_private import cpp_compiler
 from petra.training import FORMATS, Schedule, peak_rate
 from petra.training.weight_files import check_format
@@ -164,6 +165,7 @@ def set_up(config: Config, process: Process, *, training: bool = True) -> Setup:
     wanted = config.trainer.stages
     stages = processes_per_replica(process.world, config.dp) if wanted == "auto" else wanted
     device, model = process.device(config.trainer.device), model_of(config)
+    model = _ProfiledOnce(model.name, model.blocks)
     if not training:
         model = replace(model, blocks=tuple(replace(block, build=partial(_in_evaluation, block.build)) for block in model.blocks))
     settings = {"stages": wanted, "delay": config.method.delay, "keep": config.method.keep}
@@ -179,6 +181,16 @@ def set_up(config: Config, process: Process, *, training: bool = True) -> Setup:
     for extension in checked.extensions:
         extension.prepare(checked.optimizer(torch.nn.Linear(1, 1)))  # raises if one doesn't support the optimizer
     return setup
+
+
+class _ProfiledOnce(Model):
+    """A model of which plans are made for many settings. The functions of a configuration build equal blocks each time."""
+
+    def profile(self, inputs: TensorSpec) -> tuple[BlockProfile, ...]:
+        known: dict[TensorSpec, tuple[BlockProfile, ...]] = vars(self).setdefault("profiles", {})
+        if inputs not in known:
+            known[inputs] = super().profile(inputs)
+        return known[inputs]
 
 
 def _in_evaluation(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:

@@ -87,6 +87,7 @@ def test_machines_that_the_doctor_describes() -> None:
 def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--devices", "4", *SMALL, "k=8"])
     out = capsys.readouterr().out
+    assert out.startswith("revnet18: 10 blocks, ")
     assert all(f"| {name} " in out for name in PREDICTED)
     recommended = re.search(r"recommended: (.*)", out).group(1).split()  # type: ignore[union-attr]
     pasted = shlex.split(re.search(r"to train: (.*)", out).group(1))  # type: ignore[union-attr]
