@@ -1,5 +1,8 @@
 """Measure the engine's overhead: PETRA in one process, compared with a bare loop that makes the same calls on tiny blocks.
 
+The bare loop passes one microbatch after the other through all blocks. A second one, with stages, makes the same calls in the order
+of PETRA's timetable, with messages in queues: an engine that does nothing else would take as long.
+
 python -m benchmarks.overhead --out runs/overhead.json --watched
 
 ``--watched`` adds what ``petra train`` attaches to every run, and what a key attaches, each alone.
@@ -10,8 +13,10 @@ python -m benchmarks.overhead --out runs/overhead.json --watched
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +24,12 @@ from torch.nn import functional as F
 
 from benchmarks.report import alternate, benchmark_parser, save, spread, table
 from benchmarks.two_stages import Noise, Split, sgd
-from petra import BlockSpec, Hook, Model, Pipeline, Recipe, TensorSpec
+from petra import BlockSpec, Hook, Model, Pipeline, Plan, Recipe, TensorSpec
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.recorder import StageTimes
 from petra.diagnostics.weight_drift import WeightDrift, distance
 from petra.engine.options.watchdog import Watchdog
+from petra.plan.timetable import Op, Step, training_rounds
 from petra.reversible import Coupling
 
 FEATURES = 8
@@ -73,6 +79,27 @@ def timed(run: Callable[[], object], clock: Callable[[], float]) -> float:
     return clock() - start
 
 
+Pair = tuple[Tensor, ...]
+
+
+def differentiated(block: Coupling, own: list[Any], y: Pair, dy: Pair, k: int) -> tuple[Pair, Pair]:
+    """Return the input of a coupling and the gradient with respect to it, and add the gradients of its parameters to ``own``."""
+    x2 = y[0].detach().requires_grad_()
+    f = block.f(x2)
+    x1 = y[1].detach() - f.detach()
+    dx2, *found = torch.autograd.grad(f, [x2, *block.f.parameters()], dy[1])
+    torch._foreach_add_(own, found, alpha=1 / k)
+    return (x1, y[0]), (dy[1], dy[0] + dx2)
+
+
+def of_loss(head: nn.Module, own: list[Any], y: Pair, targets: Tensor, k: int) -> tuple[Pair, Pair]:
+    """Return what :func:`differentiated` returns, for the loss of the head's output."""
+    y = tuple(t.requires_grad_() for t in y)
+    *dy, dw, db = torch.autograd.grad(F.cross_entropy(head(*y), targets), [*y, *head.parameters()])
+    torch._foreach_add_(own, [dw, db], alpha=1 / k)
+    return y, tuple(dy)
+
+
 def bare(blocks: list[nn.Module], optimizers: list[torch.optim.Optimizer], k: int, data: Noise, microbatches: int) -> None:
     """Loop over microbatches with the same evaluations, gradients, sums and steps as the engine."""
     first, *couplings, last = blocks
@@ -82,22 +109,63 @@ def bare(blocks: list[nn.Module], optimizers: list[torch.optim.Optimizer], k: in
             y = first(data.inputs(m))
             for block in couplings:
                 y = block(*y)
-        y = tuple(t.requires_grad_() for t in y)
-        loss = F.cross_entropy(last(*y), data.targets(m))
-        *dy, dw, db = torch.autograd.grad(loss, [*y, *last.parameters()])
-        torch._foreach_add_(gradients[-1], [dw, db], alpha=1 / k)
+        y, dy = of_loss(last, gradients[-1], y, data.targets(m), k)
         for block, own in zip(reversed(couplings), reversed(gradients[1:-1]), strict=True):
-            x2 = y[0].detach().requires_grad_()
-            f = block.f(x2)
-            x1 = y[1].detach() - f.detach()
-            dx2, dw, db = torch.autograd.grad(f, [x2, *block.f.parameters()], dy[1])
-            torch._foreach_add_(own, [dw, db], alpha=1 / k)
-            y, dy = (x1, y[0]), (dy[1], dy[0] + dx2)
+            y, dy = differentiated(block, own, y, dy, k)
         if (m + 1) % k == 0:
             for optimizer in optimizers:
                 optimizer.step()
             for own in gradients[1:]:
                 torch._foreach_zero_(own)
+
+
+class Stages:
+    """The stages of the bare loop, with messages in queues, and without anything else that an engine does.
+
+    Args:
+        blocks: One for each stage.
+        optimizers: That of each stage but the first.
+    """
+
+    def __init__(self, blocks: list[nn.Module], optimizers: list[torch.optim.Optimizer], k: int, data: Noise) -> None:
+        self.blocks, self.optimizers, self.k, self.data = blocks, [None, *optimizers], k, data
+        self.gradients = [[p.grad for p in block.parameters()] for block in blocks]
+        self.down, self.up = ([deque[Any]() for _ in blocks] for _ in range(2))
+        self.done = [0] * len(blocks)
+
+    def forward(self, j: int, m: int) -> None:
+        with torch.no_grad():
+            y = self.blocks[j](*self.down[j].popleft() if j else (self.data.inputs(m),))
+        self.down[j + 1].append(y)
+
+    def loss(self, j: int, m: int) -> None:
+        y = self.down[j].popleft()
+        self.up[j].append(of_loss(self.blocks[j], self.gradients[j], y, self.data.targets(m), self.k))
+
+    def backward(self, j: int, m: int) -> None:
+        y, dy = self.up[j].popleft()
+        if 0 < j < len(self.blocks) - 1:
+            y, dy = differentiated(self.blocks[j], self.gradients[j], y, dy, self.k)
+        if j:
+            self.up[j - 1].append((y, dy))
+        self.done[j] += 1
+        if j and self.done[j] % self.k == 0:
+            self.optimizers[j].step()
+            torch._foreach_zero_(self.gradients[j])
+
+    def run(self, plan: Plan, microbatches: int) -> None:
+        """Train in the order of the plan's timetable."""
+        self.done = [0] * len(self.blocks)
+        last = len(self.blocks) - 1
+
+        def bound(steps: list[Step]) -> list[tuple[Callable[[int, int], None], int, int]]:
+            forwards = {j: self.loss if j == last else self.forward for j in range(last + 1)}
+            return [(forwards[s.stage] if s.op is Op.FORWARD else self.backward, s.stage, s.microbatch) for s in steps]
+
+        rounds = training_rounds(plan.delays, plan.boundary_delays, 0, microbatches)
+        for offset, steps in rounds.converted(bound):
+            for step, j, m in steps:
+                step(j, m + offset)
 
 
 def main() -> None:
@@ -118,14 +186,16 @@ def main() -> None:
     other, clock = build(), CLOCKS[options.clock]
     blocks = [block for stage in other.stages.values() for block in stage.module]
     optimizers = [w.update.optimizer for w in other.workers.values() if w.update.optimizer is not None]
+    stages = Stages(blocks, optimizers, options.k, data)
     runs: dict[str, Callable[[], object]] = {
         "engine": partial(build().train, data, options.microbatches),
         "bare loop": partial(bare, blocks, optimizers, options.k, data, options.microbatches),
+        "bare loop in stages": partial(stages.run, other.plan, options.microbatches),
         **(watched(build, data, options.microbatches) if options.watched else {}),
     }
     seconds = alternate({name: partial(timed, run, clock) for name, run in runs.items()}, options.rounds)
     each = {name: [1e6 * s / options.microbatches / options.stages for s in values] for name, values in seconds.items()}
-    own = {name: "bare loop" if name == "engine" else "engine" for name in each if name != "bare loop"}
+    own = {name: "bare loop" if name in ("engine", "bare loop in stages") else "engine" for name in each if name != "bare loop"}
     added = {name: [a - b for a, b in zip(each[name], each[base], strict=True)] for name, base in own.items()}
     print(f"{options.stages} stages, k = {options.k}, time per stage and microbatch\n")
     rows = {f"{name} − {own[name]}": spread(values) for name, values in added.items()}
