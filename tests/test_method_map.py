@@ -82,7 +82,8 @@ def test_three_cells_of_each_map_are_those_of_a_recalculation(size: str, teraflo
             assert {near.pop(name) for name in ("ZB-H1", "V-Half") if name not in found} == {(0.95, 1.05)}
         assert all(low * expected[name] <= found[name] <= high * expected[name] for name, (low, high) in near.items())
         for names in (NAMES, EXACT_NAMES):
-            if (best := winner(found, names)) in near:
+            best = winner(found, names)
+            if size != "70 B" or best in near:  # 1F1B with offload is not recalculated
                 assert expected[best] <= 1.05 * min(expected[name] for name in near if name in names)
     # The least memory in which FSDP trains: it recomputes, and its states and inputs fit.
     least = min(memory for memory in memories if "FSDP" in cells[memory, bandwidths[-1]])

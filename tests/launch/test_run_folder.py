@@ -206,7 +206,7 @@ def compared(place: Path) -> Iterator[list[Path]]:
     folders = []
     for name, rest in (
         ("2026-11-22_a", "model: {_target_: petra.models.revnet18, width: 0.5}\nrun_dir: a\n"),
-        ("2026-11-22_b", "model: {_target_: petra.models.revnet34, width: 0.25}\nrun_dir: b\n"),
+        ("2026-11-22_b", "model: {_target_: petra.models.revnet34, width: 0.25}\nrun_dir: b\nseed: 5\n"),
     ):
         folders.append(place / name)
         folders[-1].mkdir()
@@ -221,6 +221,7 @@ def test_runs_are_compared_by_what_differs(compared: list[Path], capsys: pytest.
     assert {key: value for key, value in extra.items() if value[0] != value[1]} == {
         "model": ("revnet18", "revnet34"),
         "model.width": ("0.5", "0.25"),
+        "seed": ("", "5"),
     }
     assert "method.keep" not in first
     compare([*map(str, compared), "--out", "x.svg"])
