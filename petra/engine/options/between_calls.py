@@ -20,7 +20,8 @@ def renew(left: Iterable[Left], *kinds: str) -> None:
     for worker, marks, gradients in left:
         for p, own in zip(worker.stage.gradients.parameters, gradients, strict=True):
             p.grad = own  # also after zero_grad()
-        marks.update({key: mark for key, mark in marks_of(worker).items() if key[0] in kinds})
+        if kinds:
+            marks.update({key: mark for key, mark in marks_of(worker).items() if key[0] in kinds})
 
 
 def notice_changes(left: Iterable[Left], noticed: set[str], *, modes: bool) -> None:

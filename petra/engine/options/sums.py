@@ -8,6 +8,7 @@ all processes have the same result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -45,12 +46,12 @@ class Packed:
         pieces = [part.contiguous().view(dtype).view(own) for part, (own, dtype) in zip(parts, forms, strict=True)]
         return self.format.unpack(pieces, [(shape, torch.float32)])[0].flatten(1)
 
-    @property
+    @cached_property
     def bytes(self) -> float:
         """Bytes per number."""
         return self.pack(torch.zeros(1, CHUNK)).shape[1] / CHUNK
 
-    @property
+    @cached_property
     def _types(self) -> list[torch.dtype]:
         """Types of elements and scales."""
         return [getattr(torch, name) for name in (self.format.dtype, self.format.factor_dtype)]
