@@ -1,0 +1,174 @@
+"""Fine-tune a pre-trained model by TRL's own script, with SFTTrainer and as pipelines: ``python -m benchmarks.sft MODEL TEXTS --out RECORDS``.
+
+MODEL is a folder of a Hugging Face checkpoint; TEXTS has ``novels_train.txt``, ``novels_valid.txt`` and ``novels_test.txt``, with a paragraph
+per line and three line ends between books. Each method runs ``trl/scripts/sft.py``, in which only the class is another one, with LoRA and the
+options of TRL's recipe. Records have the losses and the scores of ``lm-eval`` on two tasks over the test part, which are also those of the
+model before: the bits per byte of passages, and the choice of the paragraph that follows among four. Needs ``petra[trl]`` and ``lm-eval``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import random
+import runpy
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import recorded
+from benchmarks.report import machine
+from launch.runtime.terminal import command
+from petra.training.records import write_text_atomically
+
+UPDATES, K, TOKENS = 100, 4, 256
+"""Updates of a run, rows of an update (one per microbatch), and tokens of a row."""
+PROCESSES = 4
+OPTIONS = (
+    f"--max_steps {UPDATES} --gradient_accumulation_steps {K} --max_length {TOKENS} --per_device_train_batch_size 1 --per_device_eval_batch_size 1 "
+    "--learning_rate 2e-4 --packing --eos_token <|im_end|> --use_peft --lora_r 32 --lora_alpha 16 --lora_dropout 0 --dtype float32 --bf16 false "
+    f"--use_cpu --seed 0 --logging_steps 1 --eval_strategy steps --eval_steps {UPDATES // 2} --save_steps {UPDATES} --report_to none "
+    "--gradient_checkpointing false --dataloader_num_workers 0 --disable_tqdm true"
+).split()
+"""Those of TRL's recipe for LoRA, but with rows and updates that two processor cores can train, and without bf16 and recomputation."""
+PASSAGE, CONTEXT, CHOICE = 900, 500, 160
+"""Most characters of a passage, of what is before a choice, and of a choice."""
+ROWS = {"train": 800, "valid": 24, "test": 64}
+"""Passages of each part, at equal distances."""
+QUESTIONS = 120
+
+
+def spread(items: list[Any], count: int) -> list[Any]:
+    """Return ``count`` of the items, at equal distances."""
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def passages(text: str) -> list[str]:
+    """Return runs of whole paragraphs of a book, of at most PASSAGE characters."""
+    found = [""]
+    for paragraph in text.splitlines():
+        if len(found[-1]) + len(paragraph) >= PASSAGE:
+            found.append("")
+        found[-1] += ("\n" if found[-1] else "") + paragraph[: PASSAGE - 1]
+    return [passage for passage in found if passage]
+
+
+def questions(books: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield QUESTIONS questions: a paragraph, the beginning of the one that follows, and of three paragraphs of other books."""
+    draw, paragraphs = random.Random(0), [[line for line in book.splitlines() if len(line) > CHOICE] for book in books]
+    places = [(b, i) for b, lines in enumerate(paragraphs) for i in range(len(lines) - 1)]
+    for b, i in spread(places, QUESTIONS):
+        others = draw.sample([lines for o, lines in enumerate(paragraphs) if o != b and lines], 3)
+        choices = [line[:CHOICE] for line in (paragraphs[b][i + 1], *map(draw.choice, others))]
+        right = choices[0]
+        draw.shuffle(choices)
+        yield {"context": paragraphs[b][i][-CONTEXT:], "choices": choices, "label": choices.index(right)}
+
+
+def write_data(texts: Path, out: Path) -> None:
+    """Write the passages of each part and the questions as JSON lines."""
+    for part, count in ROWS.items():
+        books = (texts / f"novels_{part}.txt").read_text().split("\n\n\n")
+        rows = [{"text": passage} for passage in spread([p for book in books for p in passages(book)], count)]
+        folder = out / "texts"
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {part: rows} if part != "test" else {"passages": rows, "questions": list(questions(books))}
+        for name, lines in files.items():
+            where = folder if part != "test" else out
+            write_text_atomically(where / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def tasks(out: Path) -> list[dict[str, Any]]:
+    """Return the two tasks in the form of ``lm-eval``."""
+
+    def task(name: str, **settings: Any) -> dict[str, Any]:
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(out / f"{name}.jsonl")}}, "test_split": "test"}
+        return {"task": f"novels_{name}", **data, **settings}
+
+    return [
+        task("passages", output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text", metric_list=[{"metric": "bits_per_byte"}]),
+        task(
+            "questions",
+            output_type="multiple_choice",
+            doc_to_text="{{context}}",
+            doc_to_choice="choices",
+            doc_to_target="label",
+            target_delimiter="\n",
+            metric_list=[{"metric": "acc"}],
+        ),
+    ]
+
+
+def scores(model: str, out: Path, adapter: Path | None = None) -> dict[str, float]:
+    """Return what ``lm-eval`` measures of a model, with an adapter if there is one."""
+    from lm_eval import simple_evaluate  # type: ignore[import-not-found]
+
+    settings = {"pretrained": model, "dtype": "float32"} | ({} if adapter is None else {"peft": str(adapter)})
+    found = simple_evaluate("hf", settings, tasks=tasks(out), device="cpu", batch_size=1, bootstrap_iters=0)["results"]
+    return {"bits_per_byte": found["novels_passages"]["bits_per_byte,none"], "accuracy": found["novels_questions"]["acc,none"]}
+
+
+def train(method: str, model: str, out: Path) -> dict[str, Any]:
+    """Run TRL's script in processes of its own, and return its losses and the scores of what it saved."""
+    folder, start = out / f"{method}_run", time.monotonic()
+    processes = 1 if method == "plain" else PROCESSES
+    launcher = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
+    script = ["benchmarks.sft", "--method", method, model, str(out / "texts"), "--out", str(folder)]
+    subprocess.run([sys.executable, "-m", *launcher, *script], check=True)
+    history = json.loads((folder / f"checkpoint-{UPDATES}" / "trainer_state.json").read_text())["log_history"]
+    return {
+        "method": method,
+        "processes": processes,
+        "seconds": time.monotonic() - start,
+        "losses": [row["loss"] for row in history if "loss" in row],
+        "validation": [row["eval_loss"] for row in history if "eval_loss" in row],
+        "norms": [row["grad_norm"] for row in history if "grad_norm" in row],
+        **scores(model, out, folder),
+    }
+
+
+def run_script(method: str, model: str, texts: str, out: Path) -> None:
+    """Run TRL's script in this process, with another class than SFTTrainer unless the method is ``plain``."""
+    import trl  # type: ignore[import-not-found]
+
+    from petra.huggingface import pipelined
+
+    if method != "plain":
+        trl.SFTTrainer = functools.partial(pipelined(trl.SFTTrainer), method=method)
+    sys.argv = ["sft.py", "--model_name_or_path", model, "--dataset_name", texts, "--output_dir", str(out), *OPTIONS]
+    sys.argv += ["--dataset_test_split", "validation"]
+    runpy.run_path(str(Path(trl.__file__).parent / "scripts" / "sft.py"), run_name="__main__")
+
+
+@command
+def main() -> None:
+    """Train and evaluate each method, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="folder of the checkpoint")
+    parser.add_argument("texts", help="folder of the texts")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
+    parser.add_argument("--methods", nargs="*", default=["plain", "1f1b", "dsp"], help="plain is SFTTrainer in one process")
+    parser.add_argument("--method", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.method:
+        run_script(args.method, args.model, args.texts, args.out)
+        return
+    if args.out.suffix != ".jsonl":
+        write_data(Path(args.texts), args.out)
+    rows = {"before": recorded(args.out, "before", lambda: scores(args.model, args.out) | machine())}
+    for method in args.methods:
+        rows[method] = recorded(args.out, method, lambda method=method: train(method, args.model, args.out) | machine())  # type: ignore[misc]
+    reference = rows.get("plain", {}).get("losses", [])
+    print("| method | processes | last validation loss | largest relative difference of losses | bits per byte | accuracy |\n|---|---|---|---|---|---|")
+    for name, row in rows.items():
+        apart = [abs(a - b) / b for a, b in zip(row.get("losses", []), reference, strict=True)] if "losses" in row and reference else []
+        values = (row.get("processes", ""), f"{row['validation'][-1]:.4f}" if "validation" in row else "", f"{max(apart):.1e}" if apart else "")
+        print(f"| {name} | {' | '.join(map(str, values))} | {row['bits_per_byte']:.4f} | {row['accuracy']:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
