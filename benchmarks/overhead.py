@@ -1,11 +1,12 @@
 """Measure the engine's overhead: PETRA in one process, compared with a bare loop that makes the same calls on tiny blocks.
 
-The bare loop passes one microbatch after the other through all blocks. A second one, with stages, makes the same calls in the order
-of PETRA's timetable, with messages in queues: an engine that does nothing else would take as long.
+The bare loop passes one microbatch after the other through all blocks. A second one, with stages, makes the same calls in the
+order of PETRA's timetable, with messages in queues: an engine that does nothing else would take as long.
 
 python -m benchmarks.overhead --out runs/overhead.json --watched
 
-``--watched`` adds what ``petra train`` attaches to every run, and what a key attaches, each alone.
+``--watched`` adds what ``petra train`` attaches to every run, and what a key attaches, each alone. ``--parts`` shows where the
+overhead goes: the engine without one of its parts each.
 
 ``--clock cpu`` measures CPU time, which depends less on other work on the machine.
 """
@@ -15,8 +16,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +31,16 @@ from petra import BlockSpec, Hook, Model, Pipeline, Plan, Recipe, TensorSpec
 from petra.diagnostics.reconstruction_error import ReconstructionMonitor
 from petra.diagnostics.recorder import StageTimes
 from petra.diagnostics.weight_drift import WeightDrift, distance
+from petra.engine.block_function import BlockFunction
+from petra.engine.endpoints import LossPort
+from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.watchdog import Watchdog
+from petra.engine.stage import Stage
+from petra.engine.update import GradientNorm
 from petra.plan.timetable import Op, Step, training_rounds
 from petra.reversible import Coupling
+from petra.reversible import coupling as coupling_module
+from petra.reversible.replay import NOTHING
 
 FEATURES = 8
 
@@ -70,6 +80,25 @@ def watched(build: Callable[[], Pipeline], data: Noise, microbatches: int) -> di
     }
     found = {name: partial(attached(build, hook).train, data, microbatches) for name, hook in hooks.items()}
     return {**found, "stop on Ctrl-C": partial(build().train, data, microbatches, stop=lambda: False)}
+
+
+PARTS = {
+    "norm of the gradient": [(GradientNorm, "run", lambda *_: None)],
+    "norm and finite check": [(GradientNorm, "run", lambda *_: None), (FiniteCheck, "run", lambda *_: None)],
+    "report and metrics": [(LossPort, "_report", lambda *_: torch.zeros(3, dtype=torch.float64))],
+    "memory format": [(Stage, "contiguous", lambda _, streams: streams)],
+    "check of in-place changes": [(coupling_module, "version_counter", lambda _: 0)],
+    "context of repeated forwards": [(BlockFunction, "to_be_repeated", lambda _: NOTHING)],
+}
+"""Replacements for parts of the engine, which leave them out."""
+
+
+def without(replacements: list[tuple[Any, str, Any]], run: Callable[[], object]) -> None:
+    """Run without some parts of the engine."""
+    with ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        run()
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float]) -> float:
@@ -175,7 +204,9 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=400, help="microbatches of one round of one contestant")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="time to measure")
     parser.add_argument("--watched", action="store_true", help="also measure what petra train attaches")
+    parser.add_argument("--parts", action="store_true", help="also measure the engine without one of its parts each")
     options = parser.parse_args()
+    parts = PARTS.items() if options.parts else ()
 
     torch.set_num_threads(1)
     inputs = TensorSpec((4, 2 * FEATURES), torch.float32)
@@ -191,6 +222,7 @@ def main() -> None:
         "engine": partial(build().train, data, options.microbatches),
         "bare loop": partial(bare, blocks, optimizers, options.k, data, options.microbatches),
         "bare loop in stages": partial(stages.run, other.plan, options.microbatches),
+        **{f"without {name}": partial(without, each, partial(build().train, data, options.microbatches)) for name, each in parts},
         **(watched(build, data, options.microbatches) if options.watched else {}),
     }
     seconds = alternate({name: partial(timed, run, clock) for name, run in runs.items()}, options.rounds)

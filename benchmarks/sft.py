@@ -1,9 +1,10 @@
-"""Fine-tune a pre-trained model by TRL's own script, with SFTTrainer and as pipelines: ``python -m benchmarks.sft MODEL TEXTS --out RECORDS``.
+"""Fine-tune a pre-trained model by TRL's own script: ``python -m benchmarks.sft MODEL TEXTS --out RECORDS``.
 
-MODEL is a folder of a Hugging Face checkpoint; TEXTS has ``novels_train.txt``, ``novels_valid.txt`` and ``novels_test.txt``, with a paragraph
-per line and three line ends between books. Each method runs ``trl/scripts/sft.py``, in which only the class is another one, with LoRA and the
-options of TRL's recipe. Records have the losses and the scores of ``lm-eval`` on two tasks over the test part, which are also those of the
-model before: the bits per byte of passages, and the choice of the paragraph that follows among four. Needs ``petra[trl]`` and ``lm-eval``.
+MODEL is a folder of a Hugging Face checkpoint; TEXTS has ``novels_train.txt``, ``novels_valid.txt`` and ``novels_test.txt``, with
+a paragraph per line and three line ends between books. Each method runs ``trl/scripts/sft.py``, in which only the class is
+another one, with LoRA and the options of TRL's recipe; ``plain`` is SFTTrainer. Records have the losses, and the scores of
+``lm-eval`` on two tasks over the test part, also for the model before training: the bits per byte of passages, and the choice of
+the paragraph that follows among four. Needs ``petra[trl]`` and ``lm-eval``.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ UPDATES, K, TOKENS = 100, 4, 256
 """Updates of a run, rows of an update (one per microbatch), and tokens of a row."""
 PROCESSES = 4
 OPTIONS = (
-    f"--max_steps {UPDATES} --gradient_accumulation_steps {K} --max_length {TOKENS} --per_device_train_batch_size 1 --per_device_eval_batch_size 1 "
-    "--learning_rate 2e-4 --packing --eos_token <|im_end|> --use_peft --lora_r 32 --lora_alpha 16 --lora_dropout 0 --dtype float32 --bf16 false "
-    f"--use_cpu --seed 0 --logging_steps 1 --eval_strategy steps --eval_steps {UPDATES // 2} --save_steps {UPDATES} --report_to none "
-    "--gradient_checkpointing false --dataloader_num_workers 0 --disable_tqdm true"
+    f"--max_steps {UPDATES} --gradient_accumulation_steps {K} --max_length {TOKENS} --per_device_train_batch_size 1 --packing "
+    "--per_device_eval_batch_size 1 --learning_rate 2e-4 --use_peft --lora_r 32 --lora_alpha 16 --lora_dropout 0 --dtype float32 "
+    f"--bf16 false --use_cpu --seed 0 --logging_steps 1 --eval_strategy steps --eval_steps {UPDATES // 2} --save_steps {UPDATES} "
+    "--report_to none --gradient_checkpointing false --dataloader_num_workers 0 --disable_tqdm true --eos_token <|im_end|>"
 ).split()
-"""Those of TRL's recipe for LoRA, but with rows and updates that two processor cores can train, and without bf16 and recomputation."""
+"""Those of TRL's recipe for LoRA, with rows and updates that two processor cores can train, and without bf16 and recomputation."""
 PASSAGE, CONTEXT, CHOICE = 900, 500, 160
 """Most characters of a passage, of what is before a choice, and of a choice."""
 ROWS = {"train": 800, "valid": 24, "test": 64}
@@ -85,21 +86,15 @@ def write_data(texts: Path, out: Path) -> None:
 def tasks(out: Path) -> list[dict[str, Any]]:
     """Return the two tasks in the form of ``lm-eval``."""
 
-    def task(name: str, **settings: Any) -> dict[str, Any]:
-        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(out / f"{name}.jsonl")}}, "test_split": "test"}
-        return {"task": f"novels_{name}", **data, **settings}
+    def task(name: str, output: str, metric: str, **settings: Any) -> dict[str, Any]:
+        files = {"data_files": {"test": str(out / f"{name}.jsonl")}}
+        data = {"dataset_path": "json", "dataset_kwargs": files, "test_split": "test"}
+        return {"task": f"novels_{name}", "output_type": output, "metric_list": [{"metric": metric}], **data, **settings}
 
+    choice = {"doc_to_text": "{{context}}", "doc_to_choice": "choices", "doc_to_target": "label", "target_delimiter": "\n"}
     return [
-        task("passages", output_type="loglikelihood_rolling", doc_to_text="", doc_to_target="text", metric_list=[{"metric": "bits_per_byte"}]),
-        task(
-            "questions",
-            output_type="multiple_choice",
-            doc_to_text="{{context}}",
-            doc_to_choice="choices",
-            doc_to_target="label",
-            target_delimiter="\n",
-            metric_list=[{"metric": "acc"}],
-        ),
+        task("passages", "loglikelihood_rolling", "bits_per_byte", doc_to_text="", doc_to_target="text"),
+        task("questions", "multiple_choice", "acc", **choice),
     ]
 
 
@@ -161,13 +156,16 @@ def main() -> None:
         write_data(Path(args.texts), args.out)
     rows = {"before": recorded(args.out, "before", lambda: scores(args.model, args.out) | machine())}
     for method in args.methods:
-        rows[method] = recorded(args.out, method, lambda method=method: train(method, args.model, args.out) | machine())  # type: ignore[misc]
+        rows[method] = recorded(args.out, method, lambda method=method: train(method, args.model, args.out) | machine())
     reference = rows.get("plain", {}).get("losses", [])
-    print("| method | processes | last validation loss | largest relative difference of losses | bits per byte | accuracy |\n|---|---|---|---|---|---|")
+    print("| method | processes | last validation loss | largest relative difference of losses | bits per byte | accuracy |")
+    print("|---|---|---|---|---|---|")
     for name, row in rows.items():
-        apart = [abs(a - b) / b for a, b in zip(row.get("losses", []), reference, strict=True)] if "losses" in row and reference else []
-        values = (row.get("processes", ""), f"{row['validation'][-1]:.4f}" if "validation" in row else "", f"{max(apart):.1e}" if apart else "")
-        print(f"| {name} | {' | '.join(map(str, values))} | {row['bits_per_byte']:.4f} | {row['accuracy']:.3f} |")
+        found = "|  |  | "
+        if "losses" in row:
+            apart = max((abs(a - b) / b for a, b in zip(row["losses"], reference, strict=False)), default=float("nan"))
+            found = f"{row['processes']} | {row['validation'][-1]:.4f} | {apart:.1e}"
+        print(f"| {name} | {found} | {row['bits_per_byte']:.4f} | {row['accuracy']:.3f} |")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ class ProcessRound(NamedTuple):
     """One process's part of a round.
 
     Attributes:
-        steps: Method of a worker, microbatch, and names of stage and method, of each step.
+        steps: Method of a worker, microbatch, and names of stage and pass, of each step.
         transfers: Its transfers, which follow the steps.
         completed: The microbatch whose backward ends at the first stage in this round, if any. No message of it is in flight after
             the transfers.
@@ -108,11 +108,10 @@ class Executor:
         self._transport.begin(microbatches, training)
         mine = rounds.converted(lambda steps: self._select(steps, training))
         for shift, (steps, transfers, completed) in mine if early is None else mine.iterate(early):
-            for run, m, stage, method in steps:
+            for run, m, stage, name in steps:
                 try:
                     run(m + shift)
                 except Exception as error:
-                    name = "evaluation" if method == "evaluate" else method
                     error.add_note(f"in {stage}, microbatch {m + shift}, {name}")
                     raise
             if transfers:
@@ -134,6 +133,6 @@ class Executor:
         """Return this process's part of a round."""
         methods = {Op.FORWARD: "forward" if training else "evaluate", Op.BACKWARD: "backward"}
         own = [(step.stage, methods[step.op], step.microbatch) for step in steps if step.stage in self._workers]
-        mine = [(getattr(self._workers[j], method), m, f"stage {j + 1}", method) for j, method, m in own]
+        mine = [(getattr(self._workers[j], name), m, f"stage {j + 1}", name.replace("ate", "ation")) for j, name, m in own]
         completed = next((step.microbatch for step in steps if step.stage == 0 and step.op is Op.BACKWARD), None)
         return ProcessRound(mine, self._transport.transfers(steps), completed)

@@ -127,7 +127,8 @@ class Stage:
 
     def contiguous(self, streams: Streams) -> Streams:
         """Return the streams in the stage's memory format. Results could otherwise depend on the partition."""
-        return tuple(map(_channels_last if self.channels_last else Tensor.contiguous, streams))
+        kept = not self.channels_last and all(map(Tensor.is_contiguous, streams))
+        return streams if kept else tuple(map(_channels_last if self.channels_last else Tensor.contiguous, streams))
 
 
 def _version(runner: BlockRunner, weights: Mapping[Tensor, Tensor]) -> WeightVersion | None:

@@ -89,7 +89,7 @@ class GradientNorm(Part):
 
 def squared_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return the squared norm of the parameters' gradients in float64."""
-    return torch.stack(foreach_norm([p.grad for p in parameters])).double().square().sum()
+    return torch.stack(foreach_norm([p.grad for p in parameters])).double().square_().sum()
 
 
 def scalar(value: float, device: torch.device) -> Tensor:

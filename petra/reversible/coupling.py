@@ -12,7 +12,7 @@ from petra.errors import ModelError, invalid, require
 from petra.reversible.grid import Grid
 from petra.reversible.replay import autocast_to, derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
 from petra.specs import Streams
-from petra.torch_private import vector_jacobian_products, version_counter
+from petra.torch_private import set_grad_enabled, vector_jacobian_products, version_counter
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -97,20 +97,21 @@ class Coupling(ReversibleBlock):
 
     def inverse_vjp(self, y: Streams, dy: Streams, *, seed: int | None = None) -> tuple[Streams, Streams, Gradients]:
         (y1, y2, *context), (dy1, dy2, *dcontext) = y, dy
-        x2, parameters = y1.detach().requires_grad_(), self._trained
-        if parameters is None:
-            parameters = trainable_parameters(self.f)
-        with torch.enable_grad():
+        x2, was_enabled = y1.detach().requires_grad_(), torch.is_grad_enabled()
+        parameters = trainable_parameters(self.f) if self._trained is None else self._trained
+        set_grad_enabled(True)
+        try:
             f = self._evaluate(x2, context, seed)
+        finally:
+            set_grad_enabled(was_enabled)
         x1 = y2.detach() - self._rounded(f.detach())
         df = dy2 if dy2.dtype is f.dtype else dy2.to(f.dtype)
         with autocast_to(x2.device.type, None):  # autocast is for forwards only: plain autograd runs its backward outside of it too
             if f.requires_grad:
-                dx2, *gradients = vector_jacobian_products([f], [x2, *parameters], [df])
+                dx2, *gradients = vector_jacobian_products((f,), (x2, *parameters), (df,))
             else:  # F may return a constant, as for a layer that it drops
                 dx2, gradients = None, [None] * len(parameters)
-        if dx2 is not None:
-            dy1 = dx2 + dy1
+        dy1 = dy1 if dx2 is None else dx2 + dy1
         used = {p: g for p, g in zip(parameters, gradients, strict=True) if g is not None}
         return (x1, y1, *context), (dy2, dy1, *dcontext), used
 

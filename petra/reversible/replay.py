@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, require
-from petra.torch_private import Dropout, NormBase, storage_key, version_counter
+from petra.torch_private import Dropout, NormBase, any_autocast, storage_key, version_counter
 
 _MASK = (1 << 64) - 1
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -25,13 +25,12 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 def autocast_to(device: str, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """Return a context that computes in ``dtype``, or without autocast if it is None.
 
-    Casts are not cached: those cached under no_grad have no graph, so a later evaluation that reused them would lose the weights'
-    gradients.
+    Casts are not cached: those cached under no_grad have no graph, so an evaluation that reused them would lose weights' gradients.
 
     Args:
         device: Type of the device, such as ``cpu``.
     """
-    if dtype is None and not torch.is_autocast_enabled(device):
+    if dtype is None and not any_autocast():
         return NOTHING
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
