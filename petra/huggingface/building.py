@@ -67,6 +67,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     _data_seed: int | None = None
     _pipeline: Pipeline | None
     _fresh: bool
+    _flos: float
+    current_flos: float
     _evaluation: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
     _states: dict[Tensor, dict[str, Any]]
     _remainder: int | None = None

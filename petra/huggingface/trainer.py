@@ -213,6 +213,7 @@ class PetraTrainer(Evaluating):
     def _init_training_state(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> Any:
         """Restore the states of callbacks, such as early stopping. A run that one has stopped stays stopped if none has changed."""
         found: tuple[int, int] = super()._init_training_state(max_steps, per_epoch, epochs, folder, trial)
+        self._flos = self.state.total_flos
         if folder is None or self.args.restore_callback_states_from_checkpoint:
             return found
         path = Path(folder) / TRAINER_STATE_NAME
@@ -278,6 +279,7 @@ class PetraTrainer(Evaluating):
             rows = sum(len(next(iter(part.values()))) for part in parts)
             require(len(parts) == 1, "batch", f"at most {self.form.rows} rows, as in the first one", rows)
             packed.append(self.form.pack(parts[0], items=_number(items), of=len(batches), count=True))
+            self.current_flos += 0.0 if self._at_once else float(self.floating_point_ops(batch))  # else counted by the loop
         if packed:
             filler = self.form.pack(self.form.split(batches[-1])[0], items=None, of=1, count=False)
             packed += [filler] * (k - len(packed))
@@ -359,9 +361,12 @@ class PetraTrainer(Evaluating):
         own = [a or b for a, b in zip(self._asked_for(), self._wanted, strict=True)]
         if self._at_once or not self._left:
             seen, norm = int(self.state.num_input_tokens_seen), self._norm if grad_norm is not None else 0.0
-            gathered = all_gather_objects((own, float(tr_loss), norm, seen, self.control.should_log))
+            flos = self.state.total_flos + self.current_flos - self._flos
+            gathered = all_gather_objects((own, float(tr_loss), norm, seen, flos, self.control.should_log))
             self._ask_for(flags for flags, *_ in gathered)
             self.state.num_input_tokens_seen = gathered[0][3]  # of the process that reads
+            self._flos += sum(each[4] for each in gathered[:: self.world // self.dp])  # of all that read
+            self.current_flos = self._flos - self.state.total_flos
             self.control.should_log = any(each[-1] for each in gathered)
             self._logs_of_all = self.control.should_log and self.state.global_step > self._globalstep_last_logged
             tr_loss.fill_(gathered[0][1])
@@ -461,7 +466,8 @@ class PetraTrainer(Evaluating):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        all_gather_objects(None)  # no process reads it before it is complete
+        # No process reads it before it is complete, and all know the best one: others than the first look before it is written.
+        self.state.best_model_checkpoint = all_gather_objects(self.state.best_model_checkpoint)[0]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Do nothing: the reader restores the state at the right batch."""

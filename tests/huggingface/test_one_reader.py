@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def trained(rank: int, folder: str, world: int) -> tuple[Any, ...]:
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     scores = [row["eval_hits"] for row in trainer.state.log_history if "eval_hits" in row]
     checkpoints = sorted(path.name for path in (Path(folder) / str(world)).glob("checkpoint-*"))
-    predicted = trainer.predict(data[:5]).predictions.shape, trainer.state.num_input_tokens_seen
+    predicted = trainer.predict(data[:5]).predictions.shape, trainer.state.num_input_tokens_seen, trainer.state.total_flos
     assert world == 1 or all("last" in row for row in trainer.state.log_history if "loss" in row)
     logged = hits(trainer)
     return losses(trainer), scores, reads.found, weights, checkpoints, predicted, logged
@@ -116,6 +117,7 @@ def test_masks_and_labels_agree_and_draws_are_those_of_trainer(tmp_path: Path) -
     random.seed(7)
     plain.train()
     assert one[5][1] == plain.state.num_input_tokens_seen > 0
+    assert one[5][2] == plain.state.total_flos > 0
     assert one[6][:2] == hits(plain)[:2]
     assert [loss for loss, *_ in one[0][:2]] == pytest.approx([loss for loss, *_ in losses(plain)[:2]], rel=1e-5)
 
@@ -129,3 +131,34 @@ def test_two_processes_with_other_seeds_and_data_equal_one(tmp_path: Path) -> No
     assert len({*found[0][2]}) == 2
     for key, value in found[0][3].items():
         assert torch.equal(found[1][3][key], value), key
+
+
+class Slow(PetraTrainer):
+    """Writes a model late."""
+
+    def _save(self, *args: Any, **named: Any) -> None:
+        time.sleep(0.5)
+        super()._save(*args, **named)
+
+
+def best(rank: int, folder: str) -> list[tuple[Any, ...]]:
+    as_torchrun(rank, 2)
+    found = []
+    for strategy in ("steps", "best"):
+        settings = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": strategy, "save_steps": 2}
+        settings |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        args = arguments(Path(folder) / strategy, **SETTINGS, **settings)
+        model = tiny("LlamaForCausalLM", torch.float32)
+        trainer = Slow(model, args, train_dataset=rows(20), eval_dataset=rows(20)[:7], stages=2)
+        trainer.train()
+        weights = float(sum(p.detach().double().sum() for p in model.parameters()))
+        found.append((trainer.state.best_model_checkpoint, weights, trainer.evaluate()["eval_loss"] == trainer.state.best_metric))
+    return found
+
+
+@pytest.mark.processes
+def test_all_processes_load_the_best_model(tmp_path: Path) -> None:
+    first, last = run_processes(2, best, tmp_path, str(tmp_path), timeout=120)
+    assert first == last
+    for strategy, (path, _, equal) in zip(("steps", "best"), first, strict=True):
+        assert (path, equal) == (str(tmp_path / strategy / "checkpoint-4"), True)

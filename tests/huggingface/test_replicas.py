@@ -15,7 +15,7 @@ from tests.support.processes import run_processes
 
 SETTINGS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 8, "max_grad_norm": 0.5}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 2, "warmup_steps": 0}
-
+KEYS = ("grad_norm", "eval_loss", "eval_sum", "total_flos")
 
 seen: list[Any] = []
 
@@ -52,7 +52,7 @@ def trained(rank: int, folder: str, world: int, methods: tuple[str, ...]) -> lis
             torch.manual_seed(3 + rank // (world // 2))  # all replicas draw the order of the first
         seen.clear()
         trainer.train()
-        log = [row[key] for row in trainer.state.log_history for key in ("grad_norm", "eval_loss", "eval_sum") if key in row]
+        log = [row[key] for row in trainer.state.log_history for key in KEYS if key in row]
         found.append((log, [*seen], {key: value.clone() for key, value in model.state_dict().items()}))
     return found
 
@@ -76,3 +76,4 @@ def test_replicas_have_the_rows_and_losses_of_trainer_under_ddp(tmp_path: Path) 
         assert apart[0] == log
         assert all(torch.equal(apart[2][key], value) for key, value in weights.items())
         assert len(late[0]) == len([each for each in log]) - 8  # no gradient norms
+        assert late[0][-1] == log[-1]  # FLOPs
