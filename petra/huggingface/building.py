@@ -29,7 +29,18 @@ from petra.engine.recipe import Recipe
 from petra.errors import DataError, ModelError, require
 from petra.huggingface.arguments import rates
 from petra.huggingface.blocks import Head, kind_of, split
-from petra.huggingface.feed import Ahead, Entry, Exit, Form, Reader, is_indexed, longest_batch, random_states, set_random_states
+from petra.huggingface.feed import (
+    Ahead,
+    Entry,
+    Exit,
+    Form,
+    Reader,
+    begins_again,
+    is_indexed,
+    longest_batch,
+    random_states,
+    set_random_states,
+)
 from petra.huggingface.forecast import forecast
 from petra.huggingface.inputs import FIELDS, next_tokens
 from petra.huggingface.load import base_of, built, report_untied, untie
@@ -76,6 +87,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     _added: int = 0
     _logs_of_all: bool = False
     _chunks: LinearCrossEntropy | None = None
+    _begun: Sequence[Ahead] = ()
 
     def _alone(self) -> None:
         """Let ``transformers`` and ``accelerate`` take the processes of a replica for one, and the replicas for all of them."""
@@ -219,7 +231,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         """Give an embedding and a head that share their weights one each. They count as tied until they are trained apart."""
         added = untie(base)
         self._added = added or self._added
-        base.config.tie_word_embeddings = self._added > 0
+        if self._added:
+            base.config.tie_word_embeddings = True
 
     @property
     def _tied(self) -> tuple[nn.Parameter, ...]:
@@ -303,6 +316,10 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             bidirectional = kind_of(base) == "bert"
             size = self._size(loader, batch, rows)
             forms.append(Form.of(batch, size, vocabulary, whole=self._own_loss, bidirectional=bidirectional))
+        if evaluated is None:
+            self._begun = [each for each in aheads[reader is not None :] if not begins_again(each.loader)]
+            for each in self._begun:
+                each.states = None
         set_random_states(self.data_collator, states)
         form = forms[0].joined(forms[1:])
         positions = getattr(config, "max_position_embeddings", None) if name.startswith(("Bert", "GPT2")) else None
@@ -319,7 +336,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         return max(found[-1], most * rows if found[0] < rows else most)
 
     def _ahead(self, loader: Any) -> Ahead:
-        return Ahead(loader, self.data_collator)
+        """Return a loader, with the batch of its data that has been read for the form of microbatches, and not been used yet."""
+        data = getattr(loader, "dataset", loader)
+        found = next((each for each in self._begun if getattr(each.loader, "dataset", each.loader) is data), None)
+        self._begun = [each for each in self._begun if each is not found]
+        return found or Ahead(loader, self.data_collator)
 
     def _rates(self, steps: int) -> Any:
         """Return the learning rate as a function of the microbatches that a stage has done, as stages update at different times."""

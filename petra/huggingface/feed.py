@@ -239,9 +239,10 @@ def source_of(read: Callable[[int], Tensor], replicas: int = 1) -> Any:
 class Reader:
     """Reads the batches of a loader in order, epoch after epoch, in one process.
 
-    A resumed run reads the same batches with the same random numbers of the collator. The generators of Python, NumPy and torch,
-    and those that are attributes of the collator, get the state at the start of the epoch before its order is drawn, and that of
-    the checkpoint before the next batch.
+    As ``accelerate`` does, it reads one batch ahead, so that an evaluation draws the same random numbers. A resumed run reads the
+    same batches with the same random numbers of the collator. The generators of Python, NumPy and torch, and those that are
+    attributes of the collator, get the state at the start of the epoch before its order is drawn, then that before the batch that
+    was read ahead, and that of the checkpoint.
 
     Args:
         loader: The data loader.
@@ -262,6 +263,7 @@ class Reader:
         self.loader, self._collator, self._epoch, self._resumed = loader, collator, epoch - 1, states
         self._of_replicas, self._ahead = of_replicas, Ahead(loader, collator)
         self._batches: Iterator[Any] = iter(())
+        self._next = list[Batch]()
         self._at, self._begin = -1, random_states(collator)
 
     def read(self, numbers: Sequence[int]) -> list[Batch]:
@@ -270,13 +272,18 @@ class Reader:
             return []
         if numbers[0] == 0 or self._at < 0:
             self._start(numbers[0])
-        found = list(islice(self._batches, len(numbers)))
+        found = [*self._next, *islice(self._batches, len(numbers) - len(self._next))]
+        self._read_ahead()
         self._at = numbers[-1] + 1
         return found
 
+    def _read_ahead(self) -> None:
+        self._before = random_states(self._collator)
+        self._next = list(islice(self._batches, int(hasattr(self.loader, "base_dataloader"))))
+
     def states(self) -> dict[str, Any]:
         """Return what a resumed run needs."""
-        return {"epoch": self._begin, "now": random_states(self._collator)}
+        return {"epoch": self._begin, "before": self._before, "now": random_states(self._collator)}
 
     def begin(self) -> Ahead:
         """Return the loader, to read the first batch ahead as :meth:`read` would. Sets the states of random numbers."""
@@ -302,7 +309,7 @@ class Reader:
         if skip and isinstance(self.loader, DataLoader) and not isinstance(self.loader.dataset, IterableDataset):
             ahead, left = Ahead(skip_first_batches(self.loader, skip), self._collator), 0
             self._set_epoch(ahead.loader, self._epoch)
-        self._batches = iter(ahead)
+        self._batches, self._next = iter(ahead), []
         own = torch.get_rng_state()
         first = self._of_replicas(own)[0]
         if not torch.equal(own, first):
@@ -311,6 +318,8 @@ class Reader:
             torch.set_rng_state(own)
         if resumed is not None and skip:
             next(islice(self._batches, left - 1, None), None) if left else self._draw_order()
+            set_random_states(self._collator, resumed["before"])
+            self._read_ahead()
             set_random_states(self._collator, resumed["now"])
 
     def _draw_order(self) -> None:
@@ -362,25 +371,32 @@ def set_random_states(collator: Any, states: Mapping[str, Any]) -> None:
 
 
 class Ahead:
-    """A loader whose first batch may be read before its first iteration, which has it, too: a stream may not begin again."""
+    """A loader whose first batch may be read before its first iteration, which has it, too: a stream may not begin again.
+
+    Attributes:
+        states: Random numbers after that batch, from which the iteration goes on. None: it goes on from those of its start.
+    """
 
     def __init__(self, loader: Any, collator: Any) -> None:
         self.loader, self._collator = loader, collator
         self._begun: Any = None
+        self.states: Any = None
 
     def first(self) -> Any:
         """Return the first batch, or None if there is none."""
         batches = iter(self)
         batch = next(batches, None)
-        self._begun = batches if batch is None else chain([batch], batches), random_states(self._collator)
+        self._begun = batches if batch is None else chain([batch], batches)
+        self.states = random_states(self._collator)
         return batch
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun is None:
-            # accelerate's own iteration reads one batch ahead, whose random numbers a resumed run would draw again.
+            # not accelerate's own iteration, which reads ahead
             return iter(getattr(self.loader, "base_dataloader", self.loader))
-        (batches, states), self._begun = self._begun, None
-        set_random_states(self._collator, states)
+        batches, self._begun = self._begun, None
+        if self.states is not None:
+            set_random_states(self._collator, self.states)
         return batches  # type: ignore[no-any-return]
 
 
@@ -388,6 +404,11 @@ def is_indexed(loader: Any) -> bool:
     """Return whether the rows of a loader's data set can be read in any order."""
     data = getattr(loader, "dataset", None)
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+
+
+def begins_again(loader: Any) -> bool:
+    """Return whether every iteration over a loader has its first rows, as far as its data set shows it."""
+    return is_indexed(loader) or type(getattr(loader, "dataset", None)).__module__.startswith("datasets.")
 
 
 def longest_batch(ahead: Ahead, rows: int, vocabulary: int | None, *, known: bool = False) -> Any:

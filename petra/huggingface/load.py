@@ -188,7 +188,8 @@ def untie(model: Any) -> int:
     tied = head is not None and head.weight is embedding.weight
     if tied:
         head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
-    model.config.tie_word_embeddings = False
+    if head is not None:
+        model.config.tie_word_embeddings = False
     return head.weight.numel() if tied else 0
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class PetraTrainer(Evaluating):
         self._stages = processes if stages is None else stages
         self._max_length, self._loss_rows, self._extensions = max_length, loss_rows, extensions
         base = base_of(self.model)
-        empty = next((name for name, p in base.named_parameters() if p.is_meta), None)
+        empty = next((name for name, t in chain(base.named_parameters(), base.named_buffers()) if t.is_meta), None)
         require(empty is None, "model", "weights (from_pretrained maps those of a folder)", f"none in {empty}", ModelError)
         self._untie(base)
         split(base, FIELDS[:1], None)  # refuses other classes
@@ -397,6 +397,10 @@ class PetraTrainer(Evaluating):
         """Let this process do what any of several processes has asked for, and nothing else."""
         for name, *each in zip(WANTED, *wanted, strict=True):
             setattr(self.control, name, any(each))
+
+    def _finalize_training(self, *arguments: Any, **named: Any) -> Any:
+        self._logs_of_all = True  # it logs next
+        return super()._finalize_training(*arguments, **named)
 
     def log(self, logs: dict[str, float], *arguments: Any, **named: Any) -> None:
         """Log, with what a subclass has added in the process of the last stage, where ``compute_loss`` is called."""

@@ -173,13 +173,14 @@ def test_problem_types_and_the_loss_of_an_update_are_those_of_trainer(problem: s
     texts = [{"input_ids": row["input_ids"], "labels": torch.tensor(labels(i))} for i, row in enumerate(rows(16))]
     images = [{"pixel_values": torch.randn(3, 8, 8), "labels": row["labels"]} for row in texts]
     for name, data in ((BERT, texts), (VIT, images)):
-        both(
+        plain, piped = both(
             tmp_path,
-            lambda name=name: tiny(name, torch.float32, num_labels=count, problem_type=problem),
+            lambda name=name: tiny(name, torch.float32, tied=True, num_labels=count, problem_type=problem),
             data,
             optim="sgd",
             max_steps=2,
         )
+        assert piped.model.config.to_dict() == plain.model.config.to_dict()
 
 
 def collated(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -197,7 +198,7 @@ def collated(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
 def test_collators_that_draw_and_rows_of_all_lengths_give_the_losses_of_trainer_and_resume(strategy: str, tmp_path: Path) -> None:
     data = [{"input_ids": row["input_ids"][: 5 + i * 5 % 8]} for i, row in enumerate(rows(20))]
     settings = {"train_sampling_strategy": strategy, "remove_unused_columns": False, "data_collator": collated, "max_steps": 6}
-    settings |= {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "epoch", "eval_dataset": data[:7]}
+    settings |= {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": data[:7]}
 
     def model() -> Any:
         return tiny("BertForMaskedLM", torch.float32)
@@ -232,6 +233,7 @@ class Once(IterableDataset):  # type: ignore[type-arg]
 def test_no_batch_of_a_stream_is_left_out(tmp_path: Path) -> None:
     settings = {"remove_unused_columns": False, "data_collator": collated}
     each = both(tmp_path, lambda: tiny("BertForMaskedLM", torch.float32), Once, **settings)
+    both(tmp_path, llama, Once, eval_dataset=Once(), eval_strategy="steps", eval_steps=3)
     found = []
     for trainer in each:
         transformers.set_seed(3)
@@ -430,4 +432,8 @@ def test_settings_that_would_fail_later_are_refused_before_training(tmp_path: Pa
     dynamic = tiny(LLAMA, torch.float32, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(PetraError, match=r"model: expected weights .*, got none in model.embed_tokens.weight"):
         PetraTrainer(llama().to("meta"), arguments(tmp_path), train_dataset=rows(16))
+    partly = llama()
+    partly.model.rotary_emb.to("meta")
+    with pytest.raises(PetraError, match=r"model: expected weights .*, got none in model.rotary_emb.inv_freq"):
+        PetraTrainer(partly, arguments(tmp_path), train_dataset=rows(16))
     refused(dynamic, tmp_path, "rope_type: expected one whose tables depend on positions only, .*, got dynamic")
