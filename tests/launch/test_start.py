@@ -109,7 +109,7 @@ def test_a_run_that_has_no_update_ends_before_training(overrides: str, tmp_path:
 def test_a_run_that_has_no_outer_step_ends_before_training(overrides: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two updates. The network would be evaluated and exported as it was initialised."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PetraError, match=r"^outer\.every: expected at most 2 with outer\.overlap, .* got 3$"):
+    with pytest.raises(PetraError, match=r"^outer\.every \+ outer\.overlap: expected at most 2, the updates of the run, .* got 3$"):
         train(*overrides.split(), "k=2", "run_dir=none")
     assert not Path("none", "config.yaml").exists()
 

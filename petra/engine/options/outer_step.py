@@ -75,8 +75,8 @@ class OuterStep(Extension):
             require(not self.every or value == accepted, f"optim.{name}", expected, value)
 
     def check_length(self, updates: int) -> None:
-        expected = f"at most {updates} with outer.overlap, the updates of the run, whose outer weights would not change"
-        require(self.every + self.overlap <= updates, "outer.every", expected, self.every + self.overlap)
+        expected = f"at most {updates}, the updates of the run, which would end before the first outer step"
+        require(self.every + self.overlap <= updates, "outer.every + outer.overlap", expected, self.every + self.overlap)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         expected = f"0 with {type(optimizer).__name__}, which has weights of its own for evaluation"
