@@ -20,6 +20,7 @@ from benchmarks.staleness.figures import difference, final, final_runs, read_all
 from launch.run.expected import REMEDIES
 from launch.run.folder import records_in
 from petra import METHODS, Method
+from petra.method import Keep
 from petra.training import OPTIMIZERS
 
 HEADER = "task,keep,weights,optimizer,remedy,staleness,above,half,loss,updates"
@@ -120,16 +121,17 @@ def table() -> str:
 def markdown(rows: Sequence[Row]) -> str:
     """Return a Markdown table of what PETRA without a remedy, or with error feedback, lost on text, by optimizer and staleness."""
     found = {
-        (row.optimizer, row.remedy, row.staleness): row for row in rows if row.method is not None and row.method.name == "petra"
+        ((row.optimizer, row.remedy, row.method.keep), row.staleness): row
+        for row in rows
+        if row.method is not None and row.method.name == "petra" and row.remedy in ("none", "feedback=1.0")
     }
-    columns = sorted({staleness for _, _, staleness in found})
+    columns = sorted({staleness for _, staleness in found})
     lines = ["| above exact gradients, % | " + " | ".join(f"{staleness:.2f} updates" for staleness in columns) + " |"]
     lines.append("|---" * (len(columns) + 1) + "|")
-    for optimizer, remedy in dict.fromkeys(
-        (optimizer, remedy) for optimizer, remedy, _ in found if remedy in ("none", "feedback=1.0")
-    ):
-        cells = [found.get((optimizer, remedy, staleness)) for staleness in columns]
-        words = optimizer + (", error feedback" if remedy != "none" else "")
+    for setting in dict.fromkeys(setting for setting, _ in found):
+        cells = [found.get((setting, staleness)) for staleness in columns]
+        optimizer, remedy, keep = setting
+        words = optimizer + (", error feedback" if remedy != "none" else "") + (", stored graphs" if keep == Keep.GRAPH else "")
         lines.append(f"| {words} | {' | '.join('' if row is None else f'{row.above:.1f} ± {row.half:.1f}' for row in cells)} |")
     return "\n".join(lines)
 
