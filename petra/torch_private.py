@@ -32,7 +32,7 @@ DEVICE = torch.ops.prim.device.default
 
 foreach_add, foreach_add_, foreach_copy_ = (getattr(torch, f"_foreach_{n}") for n in ("add", "add_", "copy_"))
 foreach_lerp_, foreach_mul, foreach_mul_, foreach_norm = (getattr(torch, f"_foreach_{n}") for n in ("lerp_", "mul", "mul_", "norm"))
-foreach_sub, foreach_zero_ = torch._foreach_sub, torch._foreach_zero_
+foreach_sub, foreach_zero_ = (getattr(torch, f"_foreach_{n}") for n in ("sub", "zero_"))
 any_autocast, set_grad_enabled = torch._C._is_any_autocast_enabled, torch._C._set_grad_enabled  # public ones take 5 µs longer
 
 
