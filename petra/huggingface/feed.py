@@ -318,9 +318,10 @@ class Reader:
             torch.set_rng_state(own)
         if resumed is not None and skip:
             next(islice(self._batches, left - 1, None), None) if left else self._draw_order()
-            set_random_states(self._collator, resumed["before"])
+            set_random_states(self._collator, resumed.get("before", resumed["now"]))
             self._read_ahead()
-            set_random_states(self._collator, resumed["now"])
+            if "before" in resumed:  # older checkpoints are of readers that did not read ahead
+                set_random_states(self._collator, resumed["now"])
 
     def _draw_order(self) -> None:
         """Let a sampler draw the order of the epoch, which it does with the first batch, now."""

@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch import Tensor
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
 from petra.huggingface import PetraTrainer
+from petra.huggingface.feed import Reader
 from tests.huggingface.models import as_torchrun, tiny
 from tests.huggingface.test_trainer import arguments, losses, rows
 from tests.support.processes import run_processes
@@ -163,3 +166,21 @@ def test_all_processes_load_the_best_model(tmp_path: Path) -> None:
     assert first == last
     for strategy, (path, _, equal) in zip(("steps", "best"), first, strict=True):
         assert (path, equal) == (str(tmp_path / strategy / "checkpoint-4"), True)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_reader_goes_on_with_the_same_random_numbers(older: bool) -> None:
+    """In older checkpoints, the state is that before the next batch, since none was read ahead."""
+    loader = prepare_data_loader(DataLoader(range(8), batch_size=1, collate_fn=collate_noise))  # type: ignore[arg-type]
+    reader = Reader(loader, collate_noise)
+    reader.read(range(3))
+    states = reader.states()
+    expected = reader.read(range(3, 6))
+    if older:
+        states = {"epoch": states["epoch"], "now": states["before"]}
+    torch.manual_seed(9)
+    assert Reader(loader, collate_noise, states=states).read(range(3, 6)) == expected
+
+
+def collate_noise(rows: list[int]) -> tuple[int, float]:
+    return rows[0], torch.rand(()).item()
