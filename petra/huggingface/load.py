@@ -276,3 +276,26 @@ def built(module: nn.Module) -> nn.Module:
 
 def _first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def with_all_weights(model: nn.Module, result: Any, *, untied: bool) -> Any:
+    """Return what ``load_state_dict`` has returned for a checkpoint, once nothing is missing.
+
+    Args:
+        untied: Whether embedding and head are trained apart. A file in which they are one weight then sets both.
+
+    Raises:
+        ConfigError: If weights are missing. The message names them.
+    """
+    base: Any = base_of(model)
+    weight = base.get_output_embeddings().weight if untied else None
+    head = next((name for name, p in model.named_parameters() if p is weight), "")
+    if weight is not None and head in result.missing_keys:
+        with torch.no_grad():
+            weight.copy_(base.get_input_embeddings().weight)
+        result = result._replace(missing_keys=[name for name in result.missing_keys if name != head])
+    ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    missing = [name for name in result.missing_keys if name not in ignored]
+    expected = "all weights of the model (embedding and head are trained apart here)"
+    require(not missing, "resume_from_checkpoint", expected, f"none of {', '.join(missing)}")
+    return result

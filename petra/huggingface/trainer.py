@@ -29,7 +29,7 @@ from petra.huggingface.blocks import split
 from petra.huggingface.evaluation import Evaluating
 from petra.huggingface.feed import Reader, numbers, source_of
 from petra.huggingface.inputs import FIELDS
-from petra.huggingface.load import base_of, shared
+from petra.huggingface.load import base_of, shared, with_all_weights
 from petra.huggingface.optimizers import copy_settings, gather_states, read_states, states_of, without
 from petra.huggingface.stepwise import Stepwise
 from petra.method import METHODS, Keep, Method
@@ -492,17 +492,7 @@ class PetraTrainer(Evaluating):
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        base = base_of(self.model)
-        weight = base.get_output_embeddings().weight if self._added else None
-        head = next((name for name, p in self.model.named_parameters() if p is weight), "")
-        if weight is not None and head in load_result.missing_keys:  # shared with the embedding in the file
-            with torch.no_grad():
-                weight.copy_(base.get_input_embeddings().weight)
-            load_result = load_result._replace(missing_keys=[name for name in load_result.missing_keys if name != head])
-        missing = [name for name in load_result.missing_keys if name not in (self.model._keys_to_ignore_on_save or ())]
-        expected = "all weights of the model (embedding and head are trained apart here)"
-        require(not missing, "resume_from_checkpoint", expected, f"none of {', '.join(missing)}")
-        super()._issue_warnings_after_load(load_result)
+        super()._issue_warnings_after_load(with_all_weights(self.model, load_result, untied=self._added > 0))
 
 
 def _number(value: Any) -> float | None:
