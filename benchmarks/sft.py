@@ -129,8 +129,11 @@ def train(method: str, model: str, out: Path) -> dict[str, Any]:
 def run_script(method: str, model: str, texts: str, out: Path) -> None:
     """Run TRL's script in this process, with another class than SFTTrainer unless the method is ``plain``."""
     import trl  # type: ignore[import-not-found]
+    from transformers import set_seed
 
     from petra.huggingface import pipelined
+
+    set_seed(0)  # SFTTrainer draws the adapters before Trainer sets the seed
 
     if method != "plain":
         trl.SFTTrainer = functools.partial(pipelined(trl.SFTTrainer), method=method)
