@@ -133,6 +133,6 @@ class Executor:
         """Return this process's part of a round."""
         methods = {Op.FORWARD: "forward" if training else "evaluate", Op.BACKWARD: "backward"}
         own = [(step.stage, methods[step.op], step.microbatch) for step in steps if step.stage in self._workers]
-        mine = [(getattr(self._workers[j], name), m, f"stage {j + 1}", name.replace("ate", "ation")) for j, name, m in own]
+        mine = [(getattr(self._workers[j], f), m, f"stage {j + 1}", f if training else "evaluation") for j, f, m in own]
         completed = next((step.microbatch for step in steps if step.stage == 0 and step.op is Op.BACKWARD), None)
         return ProcessRound(mine, self._transport.transfers(steps), completed)

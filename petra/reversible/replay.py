@@ -30,7 +30,7 @@ def autocast_to(device: str, dtype: torch.dtype | None) -> AbstractContextManage
     Args:
         device: Type of the device, such as ``cpu``.
     """
-    if dtype is None and not any_autocast():
+    if dtype is None and not (any_autocast() and torch.is_autocast_enabled(device)):
         return NOTHING
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
