@@ -43,7 +43,7 @@ ROWS = {"train": 800, "valid": 24, "test": 64}
 QUESTIONS = 120
 
 
-def spread(items: list[Any], count: int) -> list[Any]:
+def spaced(items: list[Any], count: int) -> list[Any]:
     """Return ``count`` of the items, at equal distances."""
     return [items[i * len(items) // count] for i in range(count)]
 
@@ -62,7 +62,7 @@ def questions(books: list[str]) -> Iterator[dict[str, Any]]:
     """Yield QUESTIONS questions: a paragraph, the beginning of the one that follows, and of three paragraphs of other books."""
     draw, paragraphs = random.Random(0), [[line for line in book.splitlines() if len(line) > CHOICE] for book in books]
     places = [(b, i) for b, lines in enumerate(paragraphs) for i in range(len(lines) - 1)]
-    for b, i in spread(places, QUESTIONS):
+    for b, i in spaced(places, QUESTIONS):
         others = draw.sample([lines for o, lines in enumerate(paragraphs) if o != b and lines], 3)
         choices = [line[:CHOICE] for line in (paragraphs[b][i + 1], *map(draw.choice, others))]
         right = choices[0]
@@ -71,16 +71,15 @@ def questions(books: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def write_data(texts: Path, out: Path) -> None:
-    """Write the passages of each part and the questions as JSON lines."""
-    for part, count in ROWS.items():
-        books = (texts / f"novels_{part}.txt").read_text().split("\n\n\n")
-        rows = [{"text": passage} for passage in spread([p for book in books for p in passages(book)], count)]
-        folder = out / "texts"
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {part: rows} if part != "test" else {"passages": rows, "questions": list(questions(books))}
-        for name, lines in files.items():
-            where = folder if part != "test" else out
-            write_text_atomically(where / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    """Write the passages of each part and the questions as JSON lines. The script reads all files of ``texts``."""
+    (out / "texts").mkdir(parents=True, exist_ok=True)
+    books = {part: (texts / f"novels_{part}.txt").read_text(encoding="utf-8").split("\n\n\n") for part in ROWS}
+    found = {part: [passage for book in books[part] for passage in passages(book)] for part in ROWS}
+    rows = {part: [{"text": passage} for passage in spaced(found[part], count)] for part, count in ROWS.items()}
+    files = {"texts/train": rows["train"], "texts/valid": rows["valid"], "passages": rows["test"]}
+    files["questions"] = [*questions(books["test"])]
+    for name, lines in files.items():
+        write_text_atomically(out / f"{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def tasks(out: Path) -> list[dict[str, Any]]:
