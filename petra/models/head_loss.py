@@ -73,8 +73,9 @@ def _with_weight(block: str, name: str, module: nn.Module, inputs: Streams, outp
 class LinearCrossEntropy:
     """Mean cross entropy of ``F.linear(hidden, weight, bias)`` over targets other than -100, without whole logits.
 
-    Uses :func:`torch.nn.functional.linear_cross_entropy` if torch has it (2.13) and labels are not smoothed, which its chunks don't
-    support; otherwise the same in chunks of our own. Both compute the gradients together with the loss: 3 matrix products per row.
+    Uses :func:`torch.nn.functional.linear_cross_entropy` if torch has it (2.13), unless labels are smoothed, which its chunks don't
+    support, or the products are in a shorter type than the input, to which it would round the loss, too; otherwise the same in
+    chunks of our own. Both compute the gradients together with the loss: 3 matrix products per row.
 
     Attributes:
         label_smoothing: As for :func:`torch.nn.functional.cross_entropy`.
@@ -96,7 +97,7 @@ class LinearCrossEntropy:
         """Return the loss, given hidden (N, D), weight (C, D), possibly bias (C), and int64 targets (N)."""
         *bias, targets = rest
         tensors = [t if self.dtype is None else t.to(self.dtype) for t in (hidden, weight, *bias)]
-        if self.label_smoothing == 0 and hasattr(F, "linear_cross_entropy"):
+        if self.label_smoothing == 0 and tensors[0] is hidden and hasattr(F, "linear_cross_entropy"):
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=self.rows)
             loss = F.linear_cross_entropy(
                 tensors[0], tensors[1], targets, linear_bias=tensors[2] if bias else None, options=options
