@@ -196,7 +196,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             stages=self._stages,
             processes=self.world,
             dp=self.dp,
-            numerics=Numerics(torch.bfloat16 if args.bf16 else None),
+            numerics=Numerics(self._autocast),
             device_type=args.device.type,
             metrics=0,
         )
@@ -269,19 +269,22 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         if self._loss_rows is not None:
             require(not self._own_loss, "loss_rows", "None with a loss of its own, which needs logits", self._loss_rows)
             model = without_logits(model)
-            dtype = torch.bfloat16 if args.bf16 else None
-            chunks = LinearCrossEntropy(args.label_smoothing_factor, self._loss_rows, dtype)
+            chunks = LinearCrossEntropy(args.label_smoothing_factor, self._loss_rows, self._autocast)
             losses = Losses(*(_Chunked(self, chunks, training=training) for training in (True, False)))
             self._chunks = chunks
         elif self._of_states:
             plain = type(getattr(base, "lm_head", None)) is torch.nn.Linear
             require(plain, "loss_type", "another one than chunked_nll, with this head (nll)", self.args.loss_type)
             model = without_logits(model)
-            self._chunks = LinearCrossEntropy(0.0, CHUNK)
+            self._chunks = LinearCrossEntropy(0.0, CHUNK, self._autocast)
         *others, last = model.blocks
         model = replace(model, blocks=(*others, BlockSpec(last.name, partial(_exit, last))))
         self._parts = {**parts, names[-1]: Exit(parts[names[-1]])}
         return model, losses
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.args.bf16 else None
 
     @property
     def _of_states(self) -> bool:
@@ -390,7 +393,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         self.current_gradient_accumulation_steps = facts["of"]
         items = None if facts["items"] is None else torch.tensor(facts["items"], device=logits.device)
         own = weights if self._of_states else None
-        with answering(base_of(self.model), batch, logits, own), self.compute_loss_context_manager():
+        with answering(base_of(self.model), batch, logits, own, self._autocast), self.compute_loss_context_manager():
             loss = self.compute_loss(self.model, batch, num_items_in_batch=items)
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:

@@ -103,7 +103,7 @@ class Evaluating(Pipelined):
             self._answered.append((total / count, None, None))
             return
         step: Any = type(self).prediction_step
-        with answering(base_of(self.model), whole, joined, () if self._of_states else None):
+        with answering(base_of(self.model), whole, joined, () if self._of_states else None, self._autocast):
             self._answered.append(step(self, self.model, whole, only, ignore_keys=ignore_keys))
 
     def _fit(self, reading: Ahead) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from petra.errors import ModelError, require
@@ -25,7 +26,9 @@ HARMLESS = {"use_cache", "return_dict", "num_items_in_batch", "labels", "logits_
 
 
 @contextmanager
-def answering(base: Any, batch: Mapping[str, Tensor], found: Tensor, weights: Sequence[Tensor] | None = None) -> Iterator[None]:
+def answering(
+    base: Any, batch: Mapping[str, Tensor], found: Tensor, weights: Sequence[Tensor] | None, dtype: torch.dtype | None
+) -> Iterator[None]:
     """Let calls of a model return what a pipeline has computed inside the ``with`` block, for the inputs of ``batch`` only.
 
     Args:
@@ -33,7 +36,8 @@ def answering(base: Any, batch: Mapping[str, Tensor], found: Tensor, weights: Se
         batch: The batch, as the collator has made it.
         found: Logits (B, T, classes) or (B, classes) of its rows; with ``weights``, hidden states (B, T, D), of which the head
             computes what it is asked for.
-        weights: Weight, and bias, that the head uses instead of its own, or none of them.
+        weights: Weight, and bias, that the head uses instead of its own, or none of them; None: ``found`` are logits.
+        dtype: Type in which the model's ``forward`` computes under autocast, as in ``Trainer``, or None.
 
     Raises:
         ModelError: If the model is called a second time, or with other inputs.
@@ -48,9 +52,14 @@ def answering(base: Any, batch: Mapping[str, Tensor], found: Tensor, weights: Se
     layer._parameters = {name: p for name, p in parameters.items() if name not in others}
     vars(layer).update(others)
     base._modules.update(replaced)
+    forward = vars(base).get("forward")
+    if dtype is not None:
+        vars(base)["forward"] = convert_outputs_to_fp32(torch.autocast(found.device.type, dtype)(base.forward))
     try:
         yield
     finally:
+        vars(base).pop("forward", None)
+        vars(base).update({} if forward is None else {"forward": forward})
         base._modules.update(own)
         layer._parameters = parameters
         for name in others:

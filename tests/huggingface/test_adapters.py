@@ -131,10 +131,11 @@ class Chunked(Trainer):
         return super().training_step(*arguments, **named)
 
 
-def test_a_loss_of_hidden_states_equals_that_of_its_own_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_loss_of_hidden_states_equals_that_of_its_own_trainer(tmp_path: Path, bf16: bool) -> None:
     found = []
     for kind, others in ((Chunked, {}), (pipelined(Chunked), {"stages": 4})):
-        args = arguments(tmp_path / kind.__name__, max_steps=4, gradient_accumulation_steps=2, learning_rate=1e-2)
+        args = arguments(tmp_path / kind.__name__, max_steps=4, gradient_accumulation_steps=2, learning_rate=1e-2, bf16=bf16)
         model = llama()
         trainer = kind(model, args, factor=0.5, train_dataset=rows(16), eval_dataset=rows(6), **others)
         trainer.train()
