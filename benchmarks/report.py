@@ -195,9 +195,10 @@ def kept_bytes(function: Callable[[], object], parameters: Iterable[Tensor]) -> 
 
 
 def machine() -> dict[str, Any]:
-    """Return processor, GPU, versions and the commit of the work tree."""
+    """Return processor, GPU, versions and the commit of this clone."""
     cpu = next((line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")), platform.processor())
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     return {
         "cpu": cpu,
         "cores": available_cores(),

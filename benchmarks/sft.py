@@ -10,19 +10,20 @@ the paragraph that follows among four. Needs ``petra[trl]`` and ``lm-eval``.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import random
 import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.records import recorded
 from benchmarks.report import machine
+from launch.run.folder import records_in
 from launch.runtime.terminal import command
 from petra.training.records import write_text_atomically
 
@@ -41,6 +42,8 @@ PASSAGE, CONTEXT, CHOICE = 900, 500, 160
 ROWS = {"train": 800, "valid": 24, "test": 64}
 """Passages of each part, at equal distances."""
 QUESTIONS = 120
+ORDER = ("before", "plain", "1f1b", "dsp")
+"""Rows of the table: before training, SFTTrainer, and petra."""
 
 
 def spaced(items: list[Any], count: int) -> list[Any]:
@@ -122,6 +125,7 @@ def train(method: str, model: str, out: Path) -> dict[str, Any]:
         "validation": [row["eval_loss"] for row in history if "eval_loss" in row],
         "norms": [row["grad_norm"] for row in history if "grad_norm" in row],
         **({} if method == "plain" else scores(model, out, folder)),
+        **machine(),
     }
 
 
@@ -135,10 +139,32 @@ def run_script(method: str, model: str, texts: str, out: Path) -> None:
     set_seed(0)  # SFTTrainer draws the adapters before Trainer sets the seed
 
     if method != "plain":
-        trl.SFTTrainer = functools.partial(pipelined(trl.SFTTrainer), method=method)
+        trl.SFTTrainer = partial(pipelined(trl.SFTTrainer), method=method)
     sys.argv = ["sft.py", "--model_name_or_path", model, "--dataset_name", texts, "--output_dir", str(out), *OPTIONS]
     sys.argv += ["--dataset_test_split", "validation"]
     runpy.run_path(str(Path(trl.__file__).parent / "scripts" / "sft.py"), run_name="__main__")
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of the records. Differences are relative ones from ``plain``, the largest of all updates.
+
+    Methods with late gradients have no norm of all stages.
+    """
+    rows = {row["method"]: row for row in found}
+    lines = ["| method | processes | validation loss | bits per byte | accuracy | difference of losses | of gradient norms |"]
+    lines.append("|---" * 7 + "|")
+    for name in sorted(rows, key=[*ORDER, *rows].index):
+        row, cells = rows[name], [name]
+        cells += [str(row.get("processes", "")), f"{row['validation'][-1]:.4f}" if "validation" in row else ""]
+        cells += [f"{row['bits_per_byte']:.4f}", f"{row['accuracy']:.3f}"] if "accuracy" in row else ["", ""]
+        compared = "plain" in rows and name not in ORDER[:2]
+        cells += [_apart(row, rows["plain"], key) if compared and row[key] else "" for key in ("losses", "norms")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _apart(row: dict[str, Any], other: dict[str, Any], key: str) -> str:
+    return f"{max(abs(a - b) / b for a, b in zip(row[key], other[key], strict=True)):.1e}"
 
 
 @command
@@ -148,7 +174,7 @@ def main() -> None:
     parser.add_argument("model", help="folder of the checkpoint")
     parser.add_argument("texts", help="folder of the texts")
     parser.add_argument("--out", type=Path, required=True, help="folder of the records; or a file of them, which is only read")
-    parser.add_argument("--methods", nargs="*", default=["plain", "1f1b", "dsp"], help="plain is SFTTrainer in one process")
+    parser.add_argument("--methods", nargs="*", default=ORDER[1:], help="plain is SFTTrainer in one process")
     parser.add_argument("--method", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.method:
@@ -156,20 +182,7 @@ def main() -> None:
         return
     if args.out.suffix != ".jsonl":
         write_data(Path(args.texts), args.out)
-    rows = {"before": recorded(args.out, "before", lambda: scores(args.model, args.out) | machine())}
+    recorded(args.out, "before", lambda: {"method": "before", **scores(args.model, args.out), **machine()})
     for method in args.methods:
-        rows[method] = recorded(args.out, method, lambda method=method: train(method, args.model, args.out) | machine())
-    reference = rows.get("plain", {}).get("losses", [])
-    print("| method | processes | last validation loss | largest relative difference of losses | bits per byte | accuracy |")
-    print("|---|---|---|---|---|---|")
-    for name, row in rows.items():
-        found = "|  |  | "
-        if "losses" in row:
-            apart = max((abs(a - b) / b for a, b in zip(row["losses"], reference, strict=False)), default=float("nan"))
-            found = f"{row['processes']} | {row['validation'][-1]:.4f} | {apart:.1e}"
-        scored = f"{row['bits_per_byte']:.4f} | {row['accuracy']:.3f}" if "accuracy" in row else " | "
-        print(f"| {name} | {found} | {scored} |")
-
-
-if __name__ == "__main__":
-    main()
+        recorded(args.out, method, partial(train, method, args.model, args.out))
+    print(table([*records_in(args.out).values()]))

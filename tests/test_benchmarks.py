@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import expected, fine_tuning, pipelines, report, reversible_sequence, stored_choices, vision
+from benchmarks import expected, fine_tuning, pipelines, report, reversible_sequence, sft, stored_choices, vision
 from benchmarks.records import RECORDS, merge, recorded
 from benchmarks.records import main as merging
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
@@ -179,7 +179,7 @@ def evidence(page: str) -> str:
     return (RECORDS.parent / f"{page}.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(("benchmark", "page"), [(fine_tuning, "fine_tuning"), (vision, "images")])
+@pytest.mark.parametrize(("benchmark", "page"), [(fine_tuning, "fine_tuning"), (sft, "fine_tuning"), (vision, "images")])
 def test_tables_are_those_of_the_records(benchmark: Any, page: str) -> None:
     records = [*records_in(RECORDS / f"{Path(benchmark.__file__).stem}.jsonl").values()]
     text = evidence(page)

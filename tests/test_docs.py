@@ -252,7 +252,7 @@ def test_quoted_outcomes_of_training_are_those_of_records() -> None:
     for file in (each for each in RECORDS.glob("*.jsonl") if each.name != "staleness.jsonl"):
         for name, record in records_in(file).items():
             text = json.dumps(record)
-            outcomes = " ".join(re.findall(r'"\w*(?:loss|accuracy|test|validation)\w*": (\[[^]]*|[\d.]+)', text))
+            outcomes = " ".join(re.findall(r'"\w*(?:loss|accuracy|test|validation|bits_per_byte)\w*": (\[[^]]*|[\d.]+)', text))
             runs[re.sub(r"_s\d+$", "", name)].append([float(text) for text in re.findall(r"\d+\.\d+(?:e-\d+)?", outcomes)])
     means = [[sum(each) / len(each) for each in zip(*group, strict=False)] for group in runs.values()]
     known = {text for value in chain(*means, *chain(*runs.values())) for text in (f"{value:.4f}", f"{100 * value:.2f}")}
