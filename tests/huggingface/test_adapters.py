@@ -214,7 +214,7 @@ def test_sft_trainer(settings: dict[str, Any], tmp_path: Path) -> None:
 def test_dpo_trainer(tmp_path: Path) -> None:
     """With a reference model and with its logarithms of probabilities, computed before; trainers that generate are refused."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    data = [{"prompt": f"{i} 3 4", "chosen": f" {i + 1} 5 6", "rejected": f" {i} 7"} for i in range(2, 18)]
+    data = [{"prompt": f"{i} 3 4", "chosen": f" {i + 1} 5 6", "rejected": " 7" * i} for i in range(2, 18)]
     for ahead in (False, True):
         found = []
         for kind, others in ((trl.DPOTrainer, {}), (pipelined(trl.DPOTrainer), {"stages": 3})):

@@ -251,6 +251,12 @@ def test_data_without_a_length_and_loaders_of_ones_own(tmp_path: Path) -> None:
 def test_lengths_are_found_at_the_start(tmp_path: Path) -> None:
     long = [{"input_ids": torch.arange(3, 33), "labels": torch.arange(3, 33)}]
     both(tmp_path, llama, rows(8), eval_dataset=[*rows(3), *long][3:], eval_strategy="epoch")
+    texts = [{"text": row["input_ids"][: 5 + i // 2]} for i, row in enumerate(rows(16))]
+
+    def of_texts(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return collated([{"input_ids": row["text"]} for row in batch])
+
+    both(tmp_path, lambda: tiny("BertForMaskedLM", torch.float32), texts, remove_unused_columns=False, data_collator=of_texts)
     refused_rows = [*rows(8), {"input_ids": torch.tensor([VOCABULARY] * 12), "labels": torch.tensor([1] * 12)}]
     with pytest.raises(
         PetraError, match=f"row 8: expected tokens below {VOCABULARY}, the vocabulary of the model, got {VOCABULARY}"
