@@ -141,7 +141,7 @@ def table(cells: Sequence[Penalty]) -> str:
     fitted = [cell for cell in cells if not held_out(cell.cell, cell.setting)]
     law, tried = fit(fitted), trials(cells)
     within = statistics.fmean(abs(predicted(law, cell) - cell.percent) for cell in fitted)
-    lines = [f"{len(law)} constants, {len(fitted)} cells, mean error {within:.2f} points: ", ""]
+    lines = [f"{len(law)} constants, {len(fitted)} cells, mean error {within:.2f} points:", ""]
     lines += [f"| {' | '.join(law)} |", "|---" * len(law) + "|", f"| {' | '.join(f'{value:.2f}' for value in law.values())} |", ""]
     lines += ["| held out | why | mean staleness | above backprop, % | law | rival |", "|---" * 6 + "|"]
     for cell, why, by_law, by_rival in tried:
