@@ -186,3 +186,7 @@ def main() -> None:
     for method in args.methods:
         recorded(args.out, method, partial(train, method, args.model, args.out))
     print(table([*records_in(args.out).values()]))
+
+
+if __name__ == "__main__":
+    main()

@@ -174,6 +174,14 @@ def test_records_are_few_files_in_one_folder() -> None:
     assert len(found) <= 15
 
 
+def test_modules_with_a_command_run_it() -> None:
+    """A module without the call does nothing, and says nothing."""
+    texts = {path: path.read_text(encoding="utf-8") for path in Path(report.__file__).parent.rglob("*.py")}
+    commands = {path: text for path, text in texts.items() if "\ndef main(" in text}
+    assert len(commands) > 20
+    assert [path for path, text in commands.items() if 'if __name__ == "__main__":' not in text] == []
+
+
 def evidence(page: str) -> str:
     """Return the text of a page of measurements."""
     return (RECORDS.parent / f"{page}.md").read_text(encoding="utf-8")
