@@ -27,6 +27,8 @@ FILES_PER_WORKER = 4 + PREFETCH_FACTOR
 _IGNORED = (signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 TIMEOUT = 600.0
 """Seconds to wait for a microbatch by default. The loader accepts 2^31 ms at most."""
+_CHECK_INTERVAL = 5.0
+"""Seconds between two looks of a worker at its parent."""
 _LIMITS = "use fewer workers, or provide more memory, shared memory (/dev/shm, docker run --shm-size) or open files (ulimit -n)"
 
 
@@ -99,22 +101,25 @@ class Prefetcher(Generic[Result]):
 
 
 def _ignore_signals(parent: int, worker: int) -> None:
-    """Ignore signals from anyone but the parent, and exit if it has ended already, which the loader would not notice.
+    """Ignore signals from anyone but the parent, and exit with it.
 
     Clusters and terminals send signals to all processes of a job, but the run needs its workers until it has written a checkpoint.
     """
-    if os.getppid() != parent:
-        os._exit(1)
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, {signal.SIGTERM})
-    Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
+    Thread(target=_exit_with, args=(parent,), daemon=True).start()
 
 
-def _exit_on_sigterm_of_parent() -> None:
-    """Wait for the SIGTERM that the parent sends when it ends, and exit."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
+def _exit_with(parent: int) -> None:
+    """Exit at the SIGTERM that the parent sends when it ends, or within seconds after it was killed.
+
+    The loader compares with the parent that a worker has once it has started, so it does not notice one that ended before.
+    """
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, _CHECK_INTERVAL)
+        if received is not None and received.si_pid == parent:
+            break
     os._exit(0)
 
 
