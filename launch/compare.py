@@ -109,12 +109,18 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differing(runs: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return the keys in which runs differ, without those that every table has. Between run folders and records: keys of both."""
+    """Return the keys in which runs differ, without those that every table has.
+
+    Between run folders and records: keys of both. Between networks of two kinds, a parameter that only one kind has counts if
+    networks of that kind differ in it; so do those of optimizers, and of other sections.
+    """
     known = [run["settings"] for run in runs.values()]
     keys = dict.fromkeys(key for settings in known for key in settings)
     if len({"architecture" in settings for settings in known}) > 1:
         keys = dict.fromkeys(key for key in keys if all(key in settings for settings in known))
-    return [key for key in keys if key not in UNCOMPARED and len({_shown(settings, key) for settings in known}) > 1]
+    kinds = {key for key in SECTIONS if len({_shown(settings, key) for settings in known}) > 1}
+    having = {key: [each for each in known if key in each or key.partition(".")[0] not in kinds] for key in keys}
+    return [key for key in keys if key not in UNCOMPARED and len({_shown(settings, key) for settings in having[key]}) > 1]
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:

@@ -228,6 +228,18 @@ def test_runs_are_compared_by_what_differs(compared: list[Path], capsys: pytest.
     assert "model=revnet18, model.width=0.5" in Path("x.svg").read_text()  # and not two timestamps
 
 
+def test_of_two_kinds_of_networks_only_what_differs_within_a_kind_has_a_column(compared: list[Path]) -> None:
+    config = (compared[1] / "config.yaml").read_text()
+    for folder, depth in ((compared[1], 8), (compared[0].with_name("c"), 16)):
+        folder.mkdir(exist_ok=True)
+        other = config.replace("revnet34, width: 0.25", f"revgpt, dim: 64, depth: {depth}")
+        (folder / "config.yaml").write_text(other)
+        (folder / "metrics.jsonl").write_bytes((compared[0] / "metrics.jsonl").read_bytes())
+    rows = cells(comparison([*compared, compared[0].with_name("c")]))
+    assert [row["model.depth"] for row in rows] == ["", "8", "16"]
+    assert not {"model.dim", "model.width"} & rows[0].keys()
+
+
 @pytest.mark.parametrize(("device", "language"), [("cpu", r"C\+\+ compiler \(g\+\+"), ("cuda", r"C compiler \(gcc")])
 def test_a_missing_compiler_is_found_before_training(device: str, language: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "cpp_compiler", lambda: raise_(OSError("none")))
