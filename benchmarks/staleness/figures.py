@@ -149,6 +149,7 @@ def search(records: Records) -> str:
 @own_settings()
 def draw(records: Records, path: Path) -> None:
     """Draw the mean loss on the test part against the staleness: a panel for each optimizer, a line for each method and remedy."""
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     panels: dict[str, dict[str, list[tuple[float, float, float]]]] = defaultdict(lambda: defaultdict(list))
@@ -168,10 +169,11 @@ def draw(records: Records, path: Path) -> None:
         for name, points in lines.items():
             x, y, spread = zip(*sorted(points), strict=True)
             i = names.index(name)
-            axes.errorbar(x, y, spread, label=name, color=f"C{i}", marker="os^D"[i % 4], capsize=3)
+            axes.errorbar(x, y, spread, label=name, color=colormaps["tab20"](i), marker="os^D"[i % 4], capsize=3)
         axes.set(title=optimizer, xlabel="staleness of stage 1 (updates)", ylabel="test loss (bits per byte)")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+    handles = {label: handle for axes in places.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(*zip(*((handles[name], name) for name in names), strict=True), loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path)
 
 
