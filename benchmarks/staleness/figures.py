@@ -173,7 +173,7 @@ def draw(records: Records, path: Path) -> None:
         axes.set(title=optimizer, xlabel="staleness of stage 1 (updates)", ylabel="test loss (bits per byte)")
         axes.grid(alpha=0.3)
     handles = {label: handle for axes in places.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(*zip(*((handles[name], name) for name in names), strict=True), loc="outside right upper", fontsize=8, frameon=False)
+    figure.legend([handles[name] for name in names], names, loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path)
 
 
