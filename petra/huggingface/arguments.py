@@ -13,8 +13,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate.state import AcceleratorState, PartialState
-from torch import nn
-from transformers import TrainingArguments, get_scheduler
+from transformers import TrainingArguments
 
 from petra.errors import PetraError, located, require
 
@@ -117,14 +116,3 @@ def _report_once(kind: type[BaseException], error: BaseException, trace: Any) ->
         Path(os.environ[ERROR_FILE]).parents[1].joinpath("reported").touch(exist_ok=False)
         place = located(error)
         print(f"error: {error}" + (f" ({place})" if place else ""), file=sys.stderr, flush=True)
-
-
-def rates(args: Any, steps: int) -> list[float]:
-    """Return the learning rate of each of ``steps`` updates, from the scheduler of ``transformers``."""
-    optimizer, found = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=args.learning_rate), []
-    schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
-    for _ in range(steps):
-        found.append(float(schedule.get_last_lr()[0]))
-        optimizer.step()
-        schedule.step()
-    return found

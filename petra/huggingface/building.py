@@ -17,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import nested_concat
 from transformers.trainer_utils import has_length
@@ -27,7 +28,6 @@ from petra.engine.metrics import count_targets
 from petra.engine.options.extension import Extension
 from petra.engine.recipe import Recipe
 from petra.errors import DataError, ModelError, require
-from petra.huggingface.arguments import rates
 from petra.huggingface.blocks import Head, kind_of, split
 from petra.huggingface.feed import (
     Ahead,
@@ -80,6 +80,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     _fresh: bool
     _flos: float
     current_flos: float
+    state: Any
     _evaluation: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
     _states: dict[Tensor, dict[str, Any]]
     _remainder: int | None = None
@@ -123,6 +124,18 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         accelerator.reduce = accelerator.pad_across_processes = lambda tensor, *others, **named: tensor
         accelerator.gather_for_metrics = partial(recursively_apply, self._of_rows)
         self.gather_function = accelerator.gather_for_metrics
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, at the start and for each trial of a search."""
+        super().create_accelerator_and_postprocess()
+        if "_pipeline" in self.__dict__:  # not in the constructor of Trainer
+            self._alone()
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Return a new model, whose embedding and head have weights of their own before it gets an optimizer."""
+        model = super().call_model_init(trial)
+        self._untie(base_of(model))
+        return model
 
     def _of_replicas(self, value: Any) -> list[Any]:
         """Return a value of all replicas. The processes with one stage, of all replicas, must call this method."""
@@ -230,6 +243,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     def _untie(self, base: Any) -> None:
         """Give an embedding and a head that share their weights one each. They count as tied until they are trained apart."""
         added = untie(base)
+        optimizer = self.__dict__.get("optimizer")
+        if added and optimizer is not None:  # made before
+            shared, own = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+            for group in optimizer.param_groups:
+                group["params"] += [own for p in group["params"] if p is shared]
         self._added = added or self._added
         if self._added:
             base.config.tie_word_embeddings = True
@@ -267,7 +285,9 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         specs = [BlockSpec(name, partial(built, part)) for name, part in parts.items()]
         model = Model(type(base).__name__, tuple(specs))
         if self._loss_rows is not None:
-            require(not self._own_loss, "loss_rows", "None with a loss of its own, which needs logits", self._loss_rows)
+            asked = self._own_loss or (self.compute_metrics is not None and not args.prediction_loss_only)
+            expected = "None with a loss or a prediction of its own, or compute_metrics, which need logits"
+            require(not asked, "loss_rows", expected, self._loss_rows)
             model = without_logits(model)
             chunks = LinearCrossEntropy(args.label_smoothing_factor, self._loss_rows, self._autocast)
             losses = Losses(*(_Chunked(self, chunks, training=training) for training in (True, False)))
@@ -293,8 +313,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
 
     @property
     def _own_loss(self) -> bool:
-        """Whether the loss is another one than that of ``Trainer``: it may read images, and needs logits."""
-        return type(self).compute_loss is not transformers.Trainer.compute_loss or self.compute_loss_func is not None
+        """Whether the loss or a prediction is not that of ``Trainer`` and the model: it may read images, and needs logits."""
+        base, names = base_of(self.model), ("compute_loss", "prediction_step")
+        methods = any(n in vars(self) or getattr(type(self), n) is not getattr(transformers.Trainer, n) for n in names)
+        replaced = any("forward" in vars(each) for each in (base, self.model)) or "_loss_function" in vars(base)
+        return methods or replaced or self.compute_loss_func is not None or "inputs" in self.args.include_for_metrics
 
     def _form(self, reader: Reader | None, evaluated: Ahead | None) -> Form:
         """Return the form of microbatches, in the first process: that of the longest rows of all data."""
@@ -347,13 +370,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
 
     def _rates(self, steps: int) -> Any:
         """Return the learning rate as a function of the microbatches that a stage has done, as stages update at different times."""
-        ours = self._created_lr_scheduler and len({group["lr"] for group in self.optimizer.param_groups}) == 1
-        expected = "one that flushes, or the schedule of TrainingArguments with one learning rate"
-        require(
-            ours and self.args.lr_scheduler_type not in ("reduce_lr_on_plateau", "greedy"), "method", expected, self._method.name
-        )
-        found, k = rates(self.args, steps), self.args.gradient_accumulation_steps
-        return lambda t: found[min((max(t, 1) - 1) // k, len(found) - 1)]
+        schedule, k = self.lr_scheduler, self.args.gradient_accumulation_steps
+        known = type(schedule) is LambdaLR and len({*schedule.base_lrs}) == len({*map(id, schedule.lr_lambdas)}) == 1
+        expected = "one that flushes, or a learning rate that is a function of the update (LambdaLR), the same in all groups"
+        require(known, "method", expected, self._method.name)
+        return lambda t: schedule.base_lrs[0] * schedule.lr_lambdas[0](min((max(t, 1) - 1) // k, steps - 1))
 
     def gather_weights(self) -> None:
         """Give ``model`` the trained weights in every process. Every process must call this method.
@@ -393,8 +414,10 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         self.current_gradient_accumulation_steps = facts["of"]
         items = None if facts["items"] is None else torch.tensor(facts["items"], device=logits.device)
         own = weights if self._of_states else None
+        step, self.state.global_step = self.state.global_step, facts["step"]
         with answering(base_of(self.model), batch, logits, own, self._autocast), self.compute_loss_context_manager():
             loss = self.compute_loss(self.model, batch, num_items_in_batch=items)
+        self.state.global_step = step
         scaled = self.loss_is_scaled_for_ga
         if scaled is None:
             scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
@@ -427,19 +450,26 @@ class _Chunked:
         *bias, side, _ = rest
         trainer = self._trainer
         batch, facts = trainer.form.unpack(side)
-        labels, size = batch[trainer.label_names[0]], trainer.form.size or 0
+        (name, *_), size = trainer.label_names, trainer.form.size or 0
+        require(name in batch, "loss_rows", f"None for rows without {name}", self._loss.rows, ModelError)
+        labels = batch[name]
         if kind_of(base_of(trainer.model)) == "causal":
             targets = next_tokens(labels, size)
         else:
             targets = nn.functional.pad(labels, (0, size - labels.shape[1]), value=IGNORED).flatten()
         hidden = hidden[: len(targets)]
-        mean = self._loss(hidden, weight, *bias, targets)
         count = count_targets(targets)
+        # A mean of no targets is not finite.
+        filling = self._training and not facts["count"]
+        if filling or (not count and (not self._training or facts["items"] is not None)):
+            mean = torch.stack([t.sum() for t in (hidden, weight, *bias)]).sum() * 0
+        else:
+            mean = self._loss(hidden, weight, *bias, targets)
         if not self._training:
             trainer.keep_part(batch, facts, torch.stack([mean * count, count.to(mean.dtype)])[None])
             return torch.zeros((), device=hidden.device)
-        if not facts["count"]:
-            return sum(t.sum() * 0 for t in (hidden, weight, *bias))  # type: ignore[return-value]
+        if filling:
+            return mean
         replicas = self._trainer.dp if trainer.args.average_tokens_across_devices else 1
         share = 1 / facts["of"] if facts["items"] is None else count * replicas / facts["items"]
         whole: Tensor = mean * share * trainer.args.gradient_accumulation_steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
+from petra.errors import ModelError, require
 from petra.huggingface.building import Pipelined, not_empty
 from petra.huggingface.feed import Ahead, source_of
 from petra.huggingface.load import base_of
@@ -21,6 +23,15 @@ class Evaluating(Pipelined):
     """Base class of :class:`petra.huggingface.PetraTrainer`: evaluation and prediction."""
 
     control: Any
+    _metrics_only = False
+
+    def evaluate(self, *arguments: Any, **named: Any) -> Any:
+        """Evaluate as ``Trainer`` does, and return the metrics."""
+        self._metrics_only = True
+        try:
+            return super().evaluate(*arguments, **named)
+        finally:
+            self._metrics_only = False
 
     def evaluation_loop(
         self,
@@ -35,11 +46,17 @@ class Evaluating(Pipelined):
         if not self.is_in_train:
             self._fit(reading)
         only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        require(self._loss_rows is None or only, "loss_rows", "None where logits are asked for", self._loss_rows)
+        config = base_of(self.model).config
+        extra = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False) and not only]
+        require(not extra, "model.config", "one that asks for logits alone in predictions", ", ".join(extra), ModelError)
         length, examples, size = all_gather_objects(_facts_of(dataloader))[0]
         self._total = length, 0 if not size or examples is None else examples % size
         answers = self._answers(reading, only, ignore_keys)
         self.callback_handler.eval_dataloader = dataloader
         output = None
+        own = {name: self.__dict__[name] for name in ("prediction_step",) if name in self.__dict__}
+        self._step: Any = own.get("prediction_step", partial(type(self).prediction_step, self))
         if self.rank == self._last:
             self.__dict__["prediction_step"] = lambda *others, **named: self._answered.popleft()
             try:
@@ -47,10 +64,11 @@ class Evaluating(Pipelined):
                 output = loop(_Loader(answers, length, examples), description, prediction_loss_only, ignore_keys, metric_key_prefix)
             finally:
                 del self.__dict__["prediction_step"]
+                self.__dict__.update(own)
         else:
             for _ in answers:
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        if output is not None and description != "Prediction":
+        if output is not None and self._metrics_only:
             output = output._replace(predictions=None, label_ids=None)
         self._remainder, self._logs_of_all = None, description != "Prediction"  # evaluate logs next
         return all_gather_objects(output)[self._last]
@@ -102,9 +120,8 @@ class Evaluating(Pipelined):
             total, count = joined.sum(0)
             self._answered.append((total / count, None, None))
             return
-        step: Any = type(self).prediction_step
         with answering(base_of(self.model), whole, joined, () if self._of_states else None, self._autocast):
-            self._answered.append(step(self, self.model, whole, only, ignore_keys=ignore_keys))
+            self._answered.append(self._step(self.model, whole, only, ignore_keys=ignore_keys))
 
     def _fit(self, reading: Ahead) -> None:
         """Build the pipeline again, if the data of a loader do not fit its microbatches. Every process must call this method."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from petra.errors import DataError, invalid, require
+from petra.huggingface.absent import Absent
 from petra.huggingface.inputs import FIELDS, stack
 from petra.specs import Streams, TensorSpec, as_streams
 
@@ -30,6 +31,8 @@ HEADER, ALIGNMENT = 2048, 64
 """Bytes of a header, and of which tensors in a message begin at a multiple."""
 IMAGES = "pixel_values"
 """Field of images, the only one of their inputs."""
+UNREAD = (IMAGES, "a loss and callbacks that read no images, unless compute_loss or prediction_step is your own", "one that does")
+"""For the error of images that have not travelled."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Form:
         size: Number of tokens of a row, to which shorter ones are padded. None for images.
         shape, dtype: Shape and type of the inputs of the first block.
         others: Bytes of the entries that only the loss reads.
-        whole: Whether the loss gets images, too; it gets zeros otherwise. It always gets tokens.
+        whole: Whether the loss gets images, too; it gets stand-ins otherwise. It always gets tokens.
         masked: Whether the mask of padding is made here, for models without one in their batches.
         vocabulary: Number of tokens that the model knows; None for images.
     """
@@ -177,7 +180,7 @@ class Form:
                 spec = TensorSpec(tuple(shape), dtype)
                 batch[name] = side[begin - shift : begin - shift + spec.bytes].clone().view(dtype).view(spec.shape)
             elif shift:  # images that have not travelled
-                batch[name] = torch.zeros((), dtype=dtype, device=side.device).expand(shape)
+                batch[name] = Absent.of(shape, dtype, side.device, UNREAD)
             else:
                 inputs = side[: self.inputs.bytes].view(self.dtype).view(self.shape)[: shape[0]]
                 one = inputs[:, self.fields.index(name)] if inputs.dim() == 3 and self.size else inputs
@@ -348,25 +351,38 @@ GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], object]]
     np.random.Generator: (lambda g: g.bit_generator.state, lambda g, state: setattr(g.bit_generator, "state", state)),
 }
 """How the state of a generator is read and set."""
+NEW: dict[type, Callable[[Any], Any]] = {
+    Tensor: lambda state: torch.Generator(),
+    tuple: lambda state: random.Random(),
+    dict: lambda state: np.random.Generator(getattr(np.random, state["bit_generator"])()),
+}
+"""How a generator is made for a state, by its type."""
 
 
 def _access(value: object) -> Any:
     return next((both for kind, both in GENERATORS.items() if isinstance(value, kind)), None)
 
 
-def random_states(collator: Any) -> dict[str, Any]:
-    """Return the states of the generators that a collator may draw from."""
-    own = {name: both[0](value) for name, value in getattr(collator, "__dict__", {}).items() if (both := _access(value))}
+def random_states(owner: Any) -> dict[str, Any]:
+    """Return the states of the generators that a collator, or a data set, may draw from; None for those that it may make later."""
+    values = getattr(owner, "__dict__", {}).items()
+    own = {name: both[0](value) if both else None for name, value in values if (both := _access(value)) or value is None}
     return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state(), "own": own}
 
 
-def set_random_states(collator: Any, states: Mapping[str, Any]) -> None:
+def set_random_states(owner: Any, states: Mapping[str, Any]) -> None:
     """Restore what :func:`random_states` has returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     for name, state in states["own"].items():
-        generator = getattr(collator, name, None)
+        generator = getattr(owner, name, None)
+        if state is None:
+            if _access(generator):  # made since then
+                setattr(owner, name, None)
+            continue
+        if generator is None and hasattr(owner, name):
+            setattr(owner, name, generator := NEW[type(state)](state))
         if both := _access(generator):
             both[1](generator, state)
 
@@ -429,6 +445,13 @@ def longest_batch(ahead: Ahead, rows: int, vocabulary: int | None, *, known: boo
         batch = ahead.first()
         require(batch is not None, "train_dataset", "rows", "none", DataError)
         return batch
+    states = random_states(loader.dataset)
+    batch = _longest(loader, rows, vocabulary, known=known)
+    set_random_states(loader.dataset, states)
+    return batch
+
+
+def _longest(loader: Any, rows: int, vocabulary: int | None, *, known: bool) -> Any:
     data = loader.dataset
     require(len(data) > 0, "data", "a data set with a length > 0", "no rows", DataError)
     collate, first = loader.collate_fn, data[0]

@@ -14,7 +14,7 @@ from petra.cost_model.memory import predict_memory
 from petra.cost_model.simulator import predict
 from petra.engine.recipe import Recipe
 from petra.errors import first_line
-from petra.huggingface.optimizers import defaults_of
+from petra.huggingface.optimizers import like
 from petra.plan import Plan
 from petra.specs import TensorSpec
 
@@ -49,7 +49,7 @@ def _memory(plan: Plan, recipe: Recipe, whole: torch.optim.Optimizer, kind: str,
         return f"none for fewer than {SMALL // 1_000_000} million parameters"
 
     def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-        return type(whole)([p for p in module.parameters() if p.requires_grad], **defaults_of(whole))
+        return like(whole, [[p for p in module.parameters() if p.requires_grad]])
 
     recipe = replace(recipe, optimizer=optimizer, loss=_Loss(chunks))
     try:

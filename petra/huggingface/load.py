@@ -187,7 +187,7 @@ def untie(model: Any) -> int:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     if tied:
-        head.weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
+        _layer(head).weight = nn.Parameter(head.weight.detach().clone(), head.weight.requires_grad)
     if head is not None:
         model.config.tie_word_embeddings = False
     return head.weight.numel() if tied else 0
@@ -204,11 +204,16 @@ def shared(model: Any, *, equal: bool = True) -> Iterator[None]:
     own = head.weight
     same = not equal or torch.equal(own, embedding.weight)
     require(same, "lm_head", "the weights of the embedding", "others", ModelError)
-    head.weight = embedding.weight
+    _layer(head).weight = embedding.weight
     try:
         yield
     finally:
-        head.weight = own
+        _layer(head).weight = own
+
+
+def _layer(layer: Any) -> Any:
+    """Return the layer inside its adapters."""
+    return _layer(layer.base_layer) if hasattr(layer, "base_layer") else layer
 
 
 @contextmanager

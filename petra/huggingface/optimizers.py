@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from types import MethodType
 from typing import Any
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.distributed import message_group
-from petra.errors import DataError, require
+from petra.errors import DataError, ModelError, require
 from petra.pipeline import Pipeline
 
-GROUP = "group"
-"""Key of a parameter group of a stage: index of the group of the whole optimizer."""
+GROUP, COPIED = "group", "copied"
+"""Keys of a parameter group of a stage: index of the group of the whole optimizer, and the settings last copied from it."""
 States = Mapping[Any, dict[str, Any]]
 
 
@@ -28,23 +28,24 @@ def without_steps(whole: torch.optim.Optimizer) -> None:
     whole.zero_grad = MethodType(lambda self, set_to_none=True: None, whole)  # type: ignore[method-assign]
 
 
-def defaults_of(whole: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the settings with which an optimizer like ``whole`` is made."""
-    accepted = signature(type(whole).__init__).parameters
-    return {name: value for name, value in whole.defaults.items() if name in accepted}
-
-
 def stage_optimizer(whole: torch.optim.Optimizer, states: States, module: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer like ``whole`` for the parameters of a stage.
 
     Args:
         states: States of parameters, which it takes over.
+
+    Raises:
+        ModelError: If it lacks parameters, or its weights in training and in evaluation differ.
     """
+    modes = callable(getattr(whole, "train", None)) or callable(getattr(whole, "eval", None))
+    expected = "one whose weights are the same in training and evaluation (no schedule-free one)"
+    require(not modes, "optimizer", expected, type(whole).__name__, ModelError)
     own = {id(p) for p in module.parameters() if p.requires_grad}
-    groups = [{**_settings(group), "params": group["params"], GROUP: i} for i, group in enumerate(whole.param_groups)]
-    for group in groups:
-        group["params"] = [p for p in group["params"] if id(p) in own]
-    made = type(whole)([group for group in groups if group["params"]], **defaults_of(whole))
+    count = len(own - {id(p) for group in whole.param_groups for p in group["params"]})
+    require(
+        count == 0, "optimizer", "one of all parameters that require gradients (freeze others)", f"one without {count}", ModelError
+    )
+    made = like(whole, [[p for p in group["params"] if id(p) in own] for group in whole.param_groups])
     numbered = [p for group in made.param_groups for p in group["params"]]
     known = {i: states[p] for i, p in enumerate(numbered) if p in states}
     if known:
@@ -52,41 +53,79 @@ def stage_optimizer(whole: torch.optim.Optimizer, states: States, module: nn.Mod
     return made
 
 
+def like(whole: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer, with all that its constructor or its user has set, for other parameters, without states.
+
+    Args:
+        groups: Parameters that have the settings of the first groups.
+    """
+    shared: dict[int, Any] = {id(p): p for group in whole.param_groups for p in group["params"]}
+    made: torch.optim.Optimizer = object.__new__(type(whole))
+    own = ("step", "zero_grad", "state", "param_groups")
+    made.__dict__ = {name: copy.deepcopy(value, shared) for name, value in vars(whole).items() if name not in own}
+    made.state, made.param_groups = defaultdict(dict), []
+    for i, (group, parameters) in enumerate(zip(whole.param_groups, groups, strict=False)):
+        if parameters:
+            made.param_groups.append({**_settings(group), "params": [*parameters], GROUP: i, COPIED: _settings(group)})
+    return made
+
+
 def copy_settings(whole: torch.optim.Optimizer, pipeline: Pipeline) -> None:
-    """Give the optimizers of a process's stages the learning rates, and all other settings, that ``whole`` has now."""
-    for worker in pipeline.workers.values():
-        for group in () if worker.update.optimizer is None else worker.update.optimizer.param_groups:
-            group.update(_settings(whole.param_groups[group[GROUP]]))
+    """Give the optimizers of a process's stages the learning rates, and all other settings, that have changed in ``whole``.
+
+    What an optimizer counts in its groups stays, as ``whole`` makes no steps.
+    """
+    for each in optimizers_of(pipeline):
+        for group in each.param_groups:
+            settings = _settings(whole.param_groups[group[GROUP]])
+            group.update(_changed(settings, group[COPIED]))
+            group[COPIED] = settings
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a group without the mark of a scheduler: the stages' optimizers have none."""
-    return {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "initial_lr", GROUP, COPIED)
+    }
+
+
+def _changed(settings: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in before or before[key] != value}
 
 
 def states_of(pipeline: Pipeline) -> dict[Tensor, dict[str, Any]]:
     """Return the states of the parameters of this process."""
-    optimizers = [worker.update.optimizer for worker in pipeline.workers.values()]
-    return {p: state for each in optimizers if each is not None for p, state in each.state.items()}
+    return {p: state for each in optimizers_of(pipeline) for p, state in each.state.items()}
+
+
+def optimizers_of(pipeline: Pipeline) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of this process's stages."""
+    return [each for worker in pipeline.workers.values() if (each := worker.update.optimizer) is not None]
 
 
 def gather_states(whole: torch.optim.Optimizer, pipeline: Pipeline) -> dict[Tensor, dict[str, Any]]:
     """Return the states of all parameters in the process of the first stage, on the CPU, and nothing elsewhere.
 
-    Every process must call this function.
+    The groups of ``whole`` there get what the stages' optimizers count in theirs. Every process must call this function.
     """
     numbered = [p for group in whole.param_groups for p in group["params"]]
     index = {id(p): i for i, p in enumerate(numbered)}
     found = {index[id(p)]: state for p, state in states_of(pipeline).items()}
     own = {i: {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in s.items()} for i, s in found.items()}
+    groups = [group for each in optimizers_of(pipeline) for group in each.param_groups]
+    counted = {group[GROUP]: _changed(_settings(group), group[COPIED]) for group in groups}
     group = message_group()
     for rank in range(1, pipeline.world):
-        message: list[Any] = [own]
+        message: list[Any] = [own, counted]
         if pipeline.rank == rank:
             dist.send_object_list(message, 0, group, torch.device("cpu"))
         elif pipeline.rank == 0:
             dist.recv_object_list(message, rank, group, torch.device("cpu"))
-            own |= message[0]
+            own, counted = own | message[0], counted | message[1]
+    for i, settings in counted.items() if pipeline.rank == 0 else ():
+        whole.param_groups[i].update({key: value for key, value in settings.items() if key != "lr"})  # schedules set it
     return {numbered[i]: state for i, state in own.items()} if pipeline.rank == 0 else {}
 
 

@@ -1,7 +1,7 @@
 """The loss of a model of ``transformers`` from logits that other processes have computed.
 
 The model's own ``forward``, and whatever wraps it or replaces its loss, runs on the last stage. The modules below it are replaced
-for the call: by one that checks its inputs, and one that returns the logits.
+for the call: by one that checks its inputs, and one that returns the logits. Their weights are stand-ins, which have no numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 
 from petra.errors import ModelError, require
+from petra.huggingface.absent import AbsentWeights
 from petra.huggingface.feed import IMAGES
 from petra.huggingface.inputs import FIELDS
 from petra.torch_private import module_hooks, version_counter
@@ -51,6 +52,8 @@ def answering(
     parameters = layer._parameters
     layer._parameters = {name: p for name, p in parameters.items() if name not in others}
     vars(layer).update(others)
+    for name, module in replaced.items():
+        vars(module)["_parameters"] = AbsentWeights(own[name], found.device)
     base._modules.update(replaced)
     forward = vars(base).get("forward")
     if dtype is not None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_callback import ExportableState, TrainerState
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
@@ -26,6 +26,7 @@ from petra.engine.options.extension import Extension
 from petra.errors import ConfigError, ModelError, require
 from petra.huggingface.arguments import check_arguments
 from petra.huggingface.blocks import split
+from petra.huggingface.callbacks import ONLY_AT, reading_events, restore_callbacks
 from petra.huggingface.evaluation import Evaluating
 from petra.huggingface.feed import Reader, numbers, source_of
 from petra.huggingface.inputs import FIELDS
@@ -39,8 +40,6 @@ from petra.training.checkpoint import Checkpoints, newest, restore
 
 PETRA, READER = "petra", "reader.pt"
 """In a folder ``checkpoint-<step>``: a checkpoint of the pipeline, states of random numbers, and files of ``Trainer``."""
-EVENTS = ("on_step_end", "on_evaluate", "on_save", "on_epoch_end", "on_log")
-"""Events at which the pipeline may be drained, and callbacks may read the model."""
 WANTED = ("should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
 """What callbacks ask for that all processes do together."""
 CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -120,6 +119,15 @@ class PetraTrainer(Evaluating):
         self._wanted = [False] * len(WANTED)
         self._late: dict[str, Any] = {}
 
+    def hyperparameter_search(self, *arguments: Any, **named: Any) -> Any:
+        """Search as ``Trainer`` does, in one process: the trials of several would differ.
+
+        Raises:
+            ConfigError: If there are several processes.
+        """
+        require(self.world == 1, "hyperparameter_search", "one process", self.world)
+        return super().hyperparameter_search(*arguments, **named)
+
     # ---- Training, in the loop of Trainer
 
     def train(self, *arguments: Any, **named: Any) -> Any:
@@ -192,6 +200,7 @@ class PetraTrainer(Evaluating):
             self._states = read_states(self.optimizer.optimizer, folder / OPTIMIZER_NAME, self._tied)
         self.model.train()
         k, step = self.args.gradient_accumulation_steps, self.state.global_step
+        self._number = step
         self._reader = None
         if self.reads:
             path = None if folder is None else folder / self._reader_file
@@ -207,7 +216,7 @@ class PetraTrainer(Evaluating):
         pipeline.microbatches_done = step * k
         for worker in pipeline.workers.values():
             worker.microbatches_done = step * k
-        self._reads = set(all_gather_objects(self._reading_events())[0])
+        self._reads = set(all_gather_objects(reading_events(self.callback_handler.callbacks))[0])
         return model, loader
 
     def _init_training_state(self, max_steps: int, per_epoch: int, epochs: int, folder: str | None, trial: Any) -> Any:
@@ -218,31 +227,12 @@ class PetraTrainer(Evaluating):
             return found
         path = Path(folder) / TRAINER_STATE_NAME
         saved = TrainerState.load_from_json(str(path)) if path.exists() else TrainerState()
-        states = {name: each if isinstance(each, list) else [each] for name, each in saved.stateful_callbacks.items()}
-        same = True
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, ExportableState) and states.get(type(callback).__name__):
-                state = states[type(callback).__name__].pop(0)
-                same = same and callback.state()["args"] == state["args"]
-                for name, value in state["attributes"].items():
-                    setattr(callback, name, value)
-        controls: list[dict[str, Any]] = states.get("TrainerControl", [])
-        if any(each["args"]["should_training_stop"] for each in controls) and saved.global_step < saved.max_steps and same:
+        if restore_callbacks(self.callback_handler.callbacks, saved):
             if self.rank == 0:
                 print(
                     f"{folder}: a callback stopped this run after update {saved.global_step}; there is nothing to train", flush=True
                 )
             return epochs, 0
-        return found
-
-    def _reading_events(self) -> list[str]:
-        """Return the events at which a callback may read the model, as its code has the name ``model``."""
-        found = []
-        for callback in self.callback_handler.callbacks:
-            for event in EVENTS if not type(callback).__module__.startswith("transformers.") else ():
-                code = getattr(getattr(type(callback), event, None), "__code__", None)
-                names = () if code is None else (*code.co_varnames, *code.co_names, *map(str, code.co_consts))
-                found += [event] if "model" in names else []
         return found
 
     def get_batch_samples(self, epoch_iterator: Iterator[int], num_batches: int, device: torch.device) -> Any:
@@ -278,11 +268,12 @@ class PetraTrainer(Evaluating):
             parts = self.form.split(batch)
             rows = sum(len(next(iter(part.values()))) for part in parts)
             require(len(parts) == 1, "batch", f"at most {self.form.rows} rows, as in the first one", rows)
-            packed.append(self.form.pack(parts[0], items=_number(items), of=len(batches), count=True))
+            packed.append(self.form.pack(parts[0], items=_number(items), of=len(batches), count=True, step=self._number))
             self.current_flos += 0.0 if self._at_once else float(self.floating_point_ops(batch))  # else counted by the loop
         if packed:
             filler = self.form.pack(self.form.split(batches[-1])[0], items=None, of=1, count=False)
             packed += [filler] * (k - len(packed))
+            self._number += 1
         self._packed += packed
         return batches
 
@@ -298,12 +289,14 @@ class PetraTrainer(Evaluating):
         self.model.train()
         self._fresh, source = self.world == 1, source_of(lambda m: self._packed.popleft(), self.dp)
         copy_settings(self.optimizer.optimizer, self.pipeline)
+        same = self._at_once or [group["lr"] for group in self.optimizer.param_groups] == self.lr_scheduler.get_last_lr()
+        require(same, "method", "one that flushes, where a callback sets learning rates", self._method.name)
         if self._at_once:
             self.pipeline.train(source, k, reports.append if self.reads else None)
             losses = self._means(reports) if self.reads else [0.0] * k
             norms = [worker.update.metrics()["gradient_norm"] for worker in self.pipeline.workers.values()]
             self._norm = sum(norm**2 for norm in norms)
-            if self._reads - {"on_evaluate", "on_save"}:
+            if self._reads - {*ONLY_AT}:
                 self.gather_weights()
         elif self.reads:
             assert self._run is not None
@@ -372,8 +365,7 @@ class PetraTrainer(Evaluating):
             tr_loss.fill_(gathered[0][1])
             grad_norm = None if grad_norm is None else math.sqrt(sum(each[2] for each in gathered) / self.dp)
             self._wanted = [False] * len(WANTED)
-            due = {"on_evaluate": self.control.should_evaluate, "on_save": self.control.should_save}
-            if any(due.get(event, not self._at_once) for event in self._reads):
+            if any(getattr(self.control, ONLY_AT[event]) if event in ONLY_AT else not self._at_once for event in self._reads):
                 self.gather_weights()
         else:
             if any(own) and not any(self._wanted):
@@ -399,6 +391,7 @@ class PetraTrainer(Evaluating):
             setattr(self.control, name, any(each))
 
     def _finalize_training(self, *arguments: Any, **named: Any) -> Any:
+        self.gather_weights()  # for callbacks at the end
         self._logs_of_all = True  # it logs next
         return super()._finalize_training(*arguments, **named)
 
@@ -490,6 +483,9 @@ class PetraTrainer(Evaluating):
                 require(facts.get(name) == value, name, f"{facts.get(name)}, as in {folder}", value)
         if (folder / SCHEDULER_NAME).exists():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+            rates = getattr(self.lr_scheduler, "_last_lr", None) or [group["lr"] for group in self.optimizer.param_groups]
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         super()._issue_warnings_after_load(with_all_weights(self.model, load_result, untied=self._added > 0))
