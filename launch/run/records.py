@@ -33,7 +33,7 @@ from .folder import CHANGES, CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, as_
 from .page import describe, trained_text, write_report
 from .resume import Start
 from .targets import built
-from .undo import RunFolder, missing_folders
+from .undo import REWRITTEN, RunFolder, missing_folders
 
 RESULTS = ("miou", "perplexity", "accuracy")
 """Metrics on the test data; the last line of a run has the first one that it recorded."""
@@ -70,7 +70,8 @@ class Records:
         resumed = config.resume == AUTO and ((path / CONFIG).exists() or bool(checkpoints(path / CHECKPOINTS)))
         updates = [] if start.path is None else updates_in(path, start.clock)
         self.folder = path if resumed else new_run_folder(path)
-        (self.folder / SUMMARY).unlink(missing_ok=True)
+        for name in {SUMMARY} if start.path is not None else {*REWRITTEN} - {CONFIG}:  # config.yaml is replaced
+            (self.folder / name).unlink(missing_ok=True)
         content = as_data(config)
         write_text_atomically(self.folder / CONFIG, OmegaConf.to_yaml(content))
         shared: list[Logger] = []

@@ -11,13 +11,14 @@ from typing import Any
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, require
 from petra.pipeline import Pipeline
-from petra.training import Row, facts_of, newest, restore
+from petra.training import FORMATS, Row, facts_of, newest, restore
+from petra.training.records import read_rows
 from petra.training.state import load_state
 from petra.training.weight_files import State
 
 from ..config.schema import Config
 from ..runtime.rank import Process
-from .folder import CHECKPOINTS, as_data, changes_results, differences, flat, require_format
+from .folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, as_data, changes_results, differences, flat, load_config, require_format
 from .weights import SavedWeights
 
 FIXED = ("optim._target_", "optim.weights", "k")
@@ -33,12 +34,14 @@ class Start:
         facts: Facts stored in the checkpoint: configuration, chosen settings, state of the trainer.
         changes: Keys that the run changes, with their values in the checkpoint and in the run.
         state: State of this rank's stages, if another part of the run has kept it in memory: the last generation of replicas.
+        lost: Epochs in the folder of a run that starts again, since it has no checkpoint.
     """
 
     path: Path | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     changes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     state: State | None = None
+    lost: int = 0
 
     @property
     def history(self) -> Sequence[Row]:
@@ -55,22 +58,42 @@ def find_start(config: Config, process: Process) -> Start:
     """Return the newest checkpoint of a run that may resume. Every rank must call this function; rank 0 searches.
 
     Raises:
-        PetraError: If all checkpoints are damaged, or if the configuration differs in a key that changes what is computed. Raised
-            on every rank.
+        PetraError: If all checkpoints are damaged, if the configuration differs in a key that changes what is computed, or if the
+            run has results but no checkpoint. Raised on every rank.
     """
-    start, folder = Start(), Path(str(config.run_dir)) / CHECKPOINTS
+    start, folder = Start(), Path(str(config.run_dir))
     with raise_on_all_ranks():
-        if process.first and config.resume is not None and (path := newest(folder)) is not None:
-            facts = facts_of(path)
-            saved, trainer = (facts[key] if isinstance(facts.get(key), dict) else {} for key in ("config", "trainer"))
-            saved = require_format(saved, path)
-            rows, sums = trainer.get("history"), trainer.get("sums")
-            valid = isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and isinstance(sums, list)
-            valid = valid and isinstance(trainer.get("epoch"), int)
-            require(valid, f"checkpoint {path}", "the state of a trainer in its facts", "none that is valid", DataError)
-            start = Start(path, facts, require_same(saved, as_data(config), path, config.resume_change or ()))
+        if process.first and config.resume is not None:
+            path = newest(folder / CHECKPOINTS)
+            start = _again(config, folder) if path is None else _resumed(config, path)
     found: Start = all_gather_objects(start)[0]
     return found
+
+
+def _resumed(config: Config, path: Path) -> Start:
+    """Return the start from a checkpoint."""
+    facts = facts_of(path)
+    saved, trainer = (facts[key] if isinstance(facts.get(key), dict) else {} for key in ("config", "trainer"))
+    saved = require_format(saved, path)
+    rows, sums = trainer.get("history"), trainer.get("sums")
+    valid = isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and isinstance(sums, list)
+    valid = valid and isinstance(trainer.get("epoch"), int)
+    require(valid, f"checkpoint {path}", "the state of a trainer in its facts", "none that is valid", DataError)
+    return Start(path, facts, require_same(saved, as_data(config), path, config.resume_change or ()))
+
+
+def _again(config: Config, folder: Path) -> Start:
+    """Return the start of a run without a checkpoint. If it started before, it was killed before its first one."""
+    file, exports = folder / CONFIG, (f"{name}{suffix}" for name in ("model", "ema") for suffix in FORMATS.values())
+    if not file.exists():
+        return Start()
+    results = [name for name in (SUMMARY, *exports) if (folder / name).exists()]
+    expected = "a folder without results, or with a checkpoint to resume from (run_dir=FOLDER with another one starts a run)"
+    require(not results, "run_dir", expected, f"{folder} with {', '.join(results)} and no checkpoint")
+    for key, (before, now) in differences(load_config(file), as_data(config)).items():
+        expected = f"{before} as in {file}, whose run starts again since it has no checkpoint (another run_dir starts another run)"
+        require(not changes_results(key), key, expected, now)
+    return Start(lost=len(read_rows(folder / METRICS)))
 
 
 def require_same(
@@ -113,7 +136,9 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
     """
     with raise_on_all_ranks():
         if start.path is None:
-            return [] if config.init_from is None else [_load_weights(pipeline, config, Path(config.init_from), vocabulary)]
+            lost = [f"starting again, since the run has no checkpoint: {start.lost} epochs are lost"] if start.lost else []
+            weights = [] if config.init_from is None else [_load_weights(pipeline, config, Path(config.init_from), vocabulary)]
+            return [*lost, *weights]
         if start.state is None:
             SavedWeights(start.path).require_vocabulary("data.root", vocabulary)
             restore(pipeline, start.path)

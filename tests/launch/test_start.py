@@ -60,6 +60,8 @@ def test_a_resumed_run_removes_what_a_killed_one_left(trained: Path) -> None:
 def test_a_link_to_a_disk_that_is_not_there_is_refused_before_training(trained: Path) -> None:
     shutil.rmtree(trained / "checkpoints")
     (trained / "checkpoints").symlink_to("nowhere")
+    for name in ("summary.json", "model.pt"):
+        (trained / name).unlink()
     with pytest.raises(PetraError, match=r"checkpoints/seen_by_all_.* cannot be written \(File exists\)"):
         train(*AGAIN)
 
@@ -151,6 +153,35 @@ def test_a_run_resumes_without_its_config_file(content: bytes | None, trained: P
     train(*AGAIN, "trainer.epochs=2")
     assert (trained / "config.yaml").read_text() == before.replace("epochs: 1", "epochs: 2").replace("resume: null", "resume: auto")
     assert len(lines(trained / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize(("left", "named"), [(("summary.json", "model.pt"), "summary.json, model.pt"), (("model.pt",), "model.pt")])
+def test_a_run_with_results_does_not_start_again(left: tuple[str, ...], named: str, trained: Path) -> None:
+    """Without a checkpoint, its records would be overwritten, and petra evaluate would take the old export."""
+    shutil.rmtree(trained / "checkpoints")
+    for name in {"summary.json", "model.pt"} - {*left}:
+        (trained / name).unlink()
+    before = {path: path.read_bytes() for path in trained.iterdir() if path.name != ".lock"}
+    for words in ((), ("k=1",)):
+        with pytest.raises(PetraError, match=rf"^run_dir: expected a folder without results, .* got first with {named} and no ch"):
+            train(*AGAIN, *words)
+    assert {path: path.read_bytes() for path in trained.iterdir() if path.name != ".lock"} == before
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a job that a cluster restarts: with the same configuration, but no other one."""
+    shutil.rmtree(trained / "checkpoints")
+    for name in ("summary.json", "model.pt", "report.html"):
+        (trained / name).unlink()
+    (trained / "changes.jsonl").write_text("{}\n")
+    with pytest.raises(PetraError, match=r"^k: expected 2 as in first/config\.yaml, whose run starts again since .*, got 1$"):
+        train(*AGAIN, "k=1")
+    assert len(lines(trained / "metrics.jsonl")) == 1
+    capsys.readouterr()
+    train(*AGAIN, "trainer.epochs=2")
+    assert "starting again, since the run has no checkpoint: 1 epochs are lost" in capsys.readouterr().out
+    assert [row["epoch"] for row in lines(trained / "metrics.jsonl")] == [1, 2]
+    assert not (trained / "changes.jsonl").exists()
 
 
 def test_a_run_past_the_epochs_asked_for_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
