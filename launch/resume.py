@@ -10,7 +10,7 @@ from dataclasses import replace
 from petra.errors import require
 
 from .config.compose import Job
-from .config.schema import Config
+from .config.schema import AUTO, Config
 from .config.words import keys_of
 from .evaluate import run_config, run_parser
 from .run.folder import CHECKPOINTS, changes_results
@@ -36,6 +36,10 @@ def read() -> list[Config]:
     config = run_config(options, options.words)
     saved, given = options.run / CHECKPOINTS, keys_of(options.words)
     require("run_dir" not in given, "run_dir", f"the folder of the run, {options.run}, or nothing", config.run_dir)
+    for key in ("init_from", "init_skip"):
+        expected = f"nothing, since the run resumes from its checkpoint (petra train {key}=... starts another run)"
+        require(key not in given, key, expected, getattr(config, key))
+    require("resume" not in given or config.resume == AUTO, "resume", f"{AUTO} or nothing", config.resume)
     require(any(saved.glob("*/")), "command line", "the folder of a run with a checkpoint", f"{options.run} without one")
     changed = sorted({*(config.resume_change or ()), *filter(changes_results, given)})
-    return [replace(config, run_dir=str(options.run), resume="auto", resume_change=changed or None)]
+    return [replace(config, run_dir=str(options.run), resume=AUTO, resume_change=changed or None)]

@@ -79,7 +79,9 @@ def _resumed(config: Config, path: Path) -> Start:
     valid = isinstance(rows, list) and all(isinstance(row, dict) for row in rows) and isinstance(sums, list)
     valid = valid and isinstance(trainer.get("epoch"), int)
     require(valid, f"checkpoint {path}", "the state of a trainer in its facts", "none that is valid", DataError)
-    return Start(path, facts, require_same(saved, as_data(config), path, config.resume_change or ()))
+    changes = require_same(saved, as_data(config), path, config.resume_change or ())
+    _require_same_weights(saved, config, path)
+    return Start(path, facts, changes)
 
 
 def _again(config: Config, folder: Path) -> Start:
@@ -90,10 +92,26 @@ def _again(config: Config, folder: Path) -> Start:
     results = [name for name in (SUMMARY, *exports) if (folder / name).exists()]
     expected = "a folder without results, or with a checkpoint to resume from (run_dir=FOLDER with another one starts a run)"
     require(not results, "run_dir", expected, f"{folder} with {', '.join(results)} and no checkpoint")
-    for key, (before, now) in differences(load_config(file), as_data(config)).items():
+    saved = load_config(file)
+    _require_same_weights(saved, config, file)
+    for key, (before, now) in differences(saved, as_data(config)).items():
         expected = f"{before} as in {file}, whose run starts again since it has no checkpoint (another run_dir starts another run)"
         require(not changes_results(key), key, expected, now)
     return Start(lost=len(read_rows(folder / METRICS)))
+
+
+def _require_same_weights(found: Mapping[str, Any], config: Config, path: Path) -> None:
+    """Check that a run that continues or starts again names the initial weights with which it started.
+
+    Raises:
+        ConfigError: If it names others, which it would record without loading them.
+    """
+    for key in ("init_from", "init_skip"):
+        before, now = found.get(key), getattr(config, key)
+        paths = isinstance(before, str) and isinstance(now, str) and Path(before).resolve() == Path(now).resolve()
+        shown, got = ("null" if value is None else value for value in (before, now))
+        expected = f"{shown} as in {path}, since the run has started (another run_dir starts another run)"
+        require(before == now or paths, key, expected, got)
 
 
 def require_same(

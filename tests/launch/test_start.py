@@ -94,6 +94,23 @@ def test_starts_that_are_refused(overrides: str, message: str, trained: Path) ->
         train(*resumed, "trainer.epochs=2", *words)
 
 
+def test_a_run_resumes_with_the_initial_weights_with_which_it_started(trained: Path) -> None:
+    """A restarted command names the same ones. Others would be recorded, but not loaded."""
+    started = ("init_from=first", "init_skip=[head]", "run_dir=tuned", "resume=auto")
+    train(*started)
+    train(*started, f"init_from={trained.resolve()}")
+    config = Path("tuned/config.yaml").read_text()
+    for word, message in (
+        ("init_from=first/model.pt", r"^init_from: expected .*first as in tuned/checkpoints/000000004, since the .* got first/model"),
+        ("init_skip=null", r"^init_skip: expected \['head'\] as in tuned/checkpoints/000000004, since .*, got null$"),
+    ):
+        with pytest.raises(PetraError, match=message):
+            train(*started, word)
+    with pytest.raises(PetraError, match=r"^init_from: expected null as in first/checkpoints/000000004, since .*, got tuned$"):
+        train(*AGAIN, "init_from=tuned")
+    assert Path("tuned/config.yaml").read_text() == config
+
+
 @pytest.mark.parametrize(
     "overrides", ["k=5", "k=3 trainer.limit_batches=2", "k=9 trainer.epochs=2 trainer.stages=1", "dp=1 k=1000"]
 )
@@ -312,6 +329,9 @@ def test_keys_on_the_command_line_change_the_run_from_here_on(
     [
         (["a b", "optim.speed=1"], "optim.speed: no such key"),
         (["a b", "run_dir=other"], "run_dir: expected the folder of the run, a b, or nothing, got other"),
+        (["a b", "init_from=a b"], "init_from: expected nothing, since the run resumes from its checkpoint .* got a b"),
+        (["a b", "init_skip=[head]"], r"init_skip: expected nothing, since the run resumes from its checkpoint .* got \['head'\]"),
+        (["a b", "resume=null"], "resume: expected auto or nothing, got None"),
         (["a b", "optim=adamw"], r"optim: expected single keys of the run's configuration \(optim.KEY=VALUE\), got adamw"),
         (["new"], "command line: expected the folder of a run with a checkpoint, got new without one"),
         ([], "command line: the following arguments are required: RUN"),
