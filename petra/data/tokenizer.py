@@ -267,9 +267,11 @@ def require_no_tokens(folder: Path) -> None:
     """Check that token files can be written to a folder.
 
     Raises:
-        ConfigError: If it contains token files, or is a file.
+        ConfigError: If it contains token files, a vocabulary or facts of a corpus, or is a file.
     """
-    require(not (folder.is_file() or any(folder.glob("*.bin"))), "--out", "a folder without token files", folder)
+    found = [folder] if folder.is_file() else [path for name in (CORPUS, VOCABULARY, "*.bin") for path in sorted(folder.glob(name))]
+    if found:
+        raise invalid("--out", f"a folder without {CORPUS}, {VOCABULARY} and *.bin", found[0])
 
 
 def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
@@ -282,14 +284,14 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
         pieces: The part and the text of each document.
         parts: Parts of the corpus.
         tokenizer: Vocabulary, which must contain one of :data:`DELIMITERS`.
-        folder: Folder for the files, new or without token files.
+        folder: Folder for the files, new or without files of these names.
 
     Returns:
         Facts of the corpus: ``classes``, ``delimiter``, ``vocabulary`` (its :func:`fingerprint`), the documents, tokens and bytes
         of each part, and ``files``, the :func:`petra.data.files.sampled_hash` of each file.
 
     Raises:
-        ConfigError: If a value is out of range, or the folder contains token files.
+        ConfigError: If a value is out of range, or the folder contains such files.
         DataError: If a part is empty, tokens don't give a text back, or a file can't be written.
     """
     delimiter = delimiter_of(tokenizer)
@@ -325,8 +327,8 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
             facts["files"] = {path.name: sampled_hash(path) for path in sorted(drafts.iterdir())}
             tokenizer.save(str(drafts / VOCABULARY))
             (drafts / CORPUS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            for path in drafts.iterdir():
-                path.replace(folder / path.name)
+            for name in (CORPUS, VOCABULARY, *facts["files"]):  # if killed here, no tokens are without their facts
+                (drafts / name).replace(folder / name)
     except OSError as error:
         raise DataError(f"{folder}: can't be written ({error.strerror})") from error
     return facts

@@ -12,6 +12,7 @@ from launch.tokenize import main
 from petra.data import load_dataset, tokenizer
 from petra.data.tokens import open_tokens
 from petra.errors import DataError
+from tests.support.commands import refused
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
 
@@ -87,6 +88,36 @@ def test_objects_in_lines_are_recognised_by_their_content(name: str, tmp_path: P
     for text in ("[1] Introduction\n{}\n", "{ a set }", '{"a": 1} is JSON', "{\\rtf1}", '"quoted"\n[2]\n'):
         (tmp_path / "b.txt").write_text(text)
         assert [*tokenizer.documents([tmp_path / "b.txt"], None, lambda count: None)] == [text]
+
+
+@pytest.mark.parametrize("name", ["corpus.json", "tokenizer.json", "val_000000.bin"])
+def test_no_file_is_overwritten(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the vocabulary of a checkpoint. Nothing is read before."""
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / name).write_text("own")
+    monkeypatch.setattr("launch.tokenize.documents", None)
+    error = refused(main, [__file__, "--out", str(tmp_path / "tokens")])
+    assert error == f"--out: expected a folder without corpus.json, tokenizer.json and *.bin, got {tmp_path}/tokens/{name}"
+    assert (tmp_path / "tokens" / name).read_text() == "own"
+
+
+@pytest.mark.parametrize("moved", range(4))
+def test_tokens_are_never_without_their_facts(moved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after some files are in their place: the next command refuses the folder."""
+    replace, done = Path.replace, list[Path]()
+
+    def killed(path: Path, target: Path) -> Path:
+        if len(done) == moved:
+            raise KeyboardInterrupt
+        done.append(target)
+        return replace(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", killed)
+        tokenize(tmp_path)
+    assert [path.name for path in done] == ["corpus.json", "tokenizer.json", "train_000000.bin", "val_000000.bin"][:moved]
+    if moved:
+        assert refused(main, [__file__, "--out", str(tmp_path / "tokens")]).endswith("/tokens/corpus.json")
 
 
 def test_a_vocabulary_with_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
