@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -34,12 +35,14 @@ from petra.plan.transport import simulated_transport
 from petra.settings import TransportName
 from petra.training import limited
 
+from .config.catalogue import configurations
 from .config.compose import compose_overrides
 from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import AUTO, Config
 from .run.build import Setup, set_numerics, set_up
 from .run.costs import MEMORY_PARTS, block_memories, show_progress, stage_memories
 from .run.expected import PAGE, TASKS, Expected, expected, in_range, setting_of, shown
+from .run.folder import as_data, flat
 from .run.targets import optimizer_factory
 from .runtime.rank import Process
 from .runtime.terminal import command, parser_for, path_argument, table
@@ -135,19 +138,27 @@ class Candidate:
             f"{self.link_use:.0%}",
         )
 
-    def setting(self) -> list[str]:
-        """Return the keys of a configuration that select the method, its partition and its delays."""
-        (name, *words), delay = self.method.name.split(", "), self.method.delay
-        chosen: dict[str, object] = {"method": name, **dict(word.split("=") for word in words if word.startswith("method."))}
-        if self.tuned.keep is not None and self.limit == float("inf"):
-            chosen["method.keep"] = f"[{','.join(self.tuned.keep)}]"
-        elif self.tuned.keep is not None:
-            chosen["trainer.memory_limit"] = f"{self.limit / 1e9:g}"
-        if {*self.tuned.stages} != {1}:  # by default, each block is a stage
-            chosen["trainer.stages"] = list(self.tuned.stages)
-        if delay not in ((), getattr(METHODS.get(name), "delay", None)):
-            chosen["method.delay"] = delay if isinstance(delay, int) else list(delay)
-        return [f"{key}={value}".replace(" ", "") for key, value in chosen.items()]
+    def setting(self, others: Sequence[str]) -> list[str]:
+        """Return the overrides that select the method, its partition and its delays after ``others``, which may have an experiment.
+
+        They have each key whose value would be another one without them.
+        """
+        name, tuned, own = self.method.name.split(", ")[0], self.tuned, vars(self.method)
+        group = [f"method={name}"] if name in configurations("method") else []
+        with redirect_stdout(None):  # what is left out of an experiment was printed before
+            found = dict(flat(as_data(compose_overrides([*others, *group]))))
+        automatic, limited = tuned.keep is not None, self.limit < float("inf")
+        wanted: dict[str, object] = {
+            "method.keep": own["keep"] if tuned.keep is None else AUTO if limited else tuned.keep,
+            "trainer.memory_limit": float(f"{self.limit / 1e9:g}") if automatic and limited else None,
+            "trainer.stages": None if {*tuned.stages} == {1} else tuned.stages,  # each block is a stage
+            **{f"method.{key}": value for key, value in own.items() if key != "keep"},
+            "method.name": name,
+        }
+        if self.method.delay == () and not isinstance(found["method.delay"], list):  # a single stage has no boundary
+            del wanted["method.delay"]
+        plain = {key: [*value] if isinstance(value, tuple) else value for key, value in wanted.items() if key in found}
+        return [*group, *(f"{key}={_word(value)}" for key, value in plain.items() if value != found[key])]
 
 
 def predict_method(
@@ -257,10 +268,12 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         lines += [NOT_TRAINED] * any(not row.memory for row in rows)
         lines += [] if task is None else [f"loss above exact: measured on {TASKS[task].what} ({PAGE})"]
     chosen = recommend(rows)
-    others = [word for word in overrides if not word.startswith(("method", "trainer.stages=", "trainer.memory_limit="))]
+    own = ("method=", "method.", "trainer.stages=", "trainer.memory_limit=")
+    others = [word for word in overrides if not word.lstrip("+~").startswith(own)]
     for reason, best in chosen.items():
-        lines += [f"recommended: {' '.join(best.setting())}", f"chosen {reason}"]
-        lines.append(_command([*others, *best.setting()], count * config.dp, options.per_machine))
+        words = best.setting(others)
+        lines += [f"recommended: {' '.join(words)}", f"chosen {reason}"]
+        lines.append(_command([*others, *words], count * config.dp, options.per_machine))
         device = max(range(count), key=lambda j: best.memory[j].total)
         parts = (f"{part} {getattr(best.memory[device], part) / 1e9:.3g}" for part in MEMORY_PARTS)
         lines.append(f"memory of its fullest device, {device + 1}, in GB: {', '.join(parts)}")
@@ -355,6 +368,15 @@ def _samples(setup: Setup) -> float | None:
         return None
     batches = limited(train.batches_per_epoch, config.trainer.limit_batches) * config.trainer.epochs * config.dp
     return float(batches * config.data.batch_size * (config.data.size if setup.unit == "tokens" else 1))
+
+
+def _word(value: object) -> str:
+    """Return a value as an override has it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def plain(value: float) -> str:

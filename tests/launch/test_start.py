@@ -101,7 +101,10 @@ def test_a_run_resumes_with_the_initial_weights_with_which_it_started(trained: P
     train(*started, f"init_from={trained.resolve()}")
     config = Path("tuned/config.yaml").read_text()
     for word, message in (
-        ("init_from=first/model.pt", r"^init_from: expected .*first as in tuned/checkpoints/000000004, since the .* got first/model"),
+        (
+            "init_from=first/model.pt",
+            r"^init_from: expected .*first as in tuned/checkpoints/000000004, since the .* got first/model",
+        ),
         ("init_skip=null", r"^init_skip: expected \['head'\] as in tuned/checkpoints/000000004, since .*, got null$"),
     ):
         with pytest.raises(PetraError, match=message):

@@ -1,0 +1,76 @@
+"""The command that petra plan prints trains what was predicted, and its flags and keys have their effect."""
+
+import re
+import shlex
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from launch import plan
+from launch.config.compose import compose_overrides
+from launch.run.build import Setup, set_up
+from launch.runtime.rank import Process
+from petra import Keep
+from petra.cost_model.autotune import Tuned
+from petra.method import METHODS, Method
+
+pytestmark = pytest.mark.usefixtures("shared_profiles")
+
+NOTHING: Any = None
+GRAPHS = (Keep.GRAPH,) * 10
+FREE = float("inf")
+PRINTED = [
+    ("experiment=petra/images", METHODS["petra"], (1,) * 10, None, FREE, "method=petra method.delay=2"),
+    ("experiment=petra/images", METHODS["1f1b"], (1,) * 10, None, FREE, "method=1f1b"),
+    ("experiment=petra/images", METHODS["backprop"], (10,), None, FREE, "method=backprop trainer.stages=[10] method.delay=0"),
+    ("experiment=text_short", METHODS["petra"], (1,) * 8, None, FREE, "method=petra trainer.stages=null"),
+    (
+        "experiment=lm_parity",
+        replace(METHODS["petra"], delay=(1, 2)),
+        (9, 3, 4),
+        None,
+        FREE,
+        "method=petra trainer.stages=[9,3,4] method.delay=[1,2]",
+    ),
+    ("", METHODS["petra"], (1,) * 10, GRAPHS, 5e9, "method=petra method.keep=auto trainer.memory_limit=5"),
+    ("", METHODS["petra"], (1,) * 10, GRAPHS, FREE, f"method=petra method.keep=[{','.join(GRAPHS)}]"),
+    (
+        "",
+        replace(METHODS["paci"], name="paci, method.max_updates=5", max_updates=None),
+        (1,) * 10,
+        None,
+        FREE,
+        "method=paci method.max_updates=null",
+    ),
+    ("", replace(METHODS["gpipe"], delay=()), (10,), None, FREE, "method=gpipe trainer.stages=[10]"),
+    ("", replace(METHODS["dsp"], keep=Keep.NOTHING), (1,) * 10, None, FREE, "method=dsp method.keep=nothing"),
+]
+
+
+def trained(words: list[str], processes: int) -> Setup:
+    return set_up(compose_overrides(words), Process(0, processes, 0, processes))
+
+
+@pytest.mark.parametrize(("others", "method", "stages", "keep", "limit", "printed"), PRINTED)
+def test_the_printed_keys_are_those_that_would_differ(
+    others: str, method: Method, stages: tuple[int, ...], keep: tuple[Keep, ...] | None, limit: float, printed: str
+) -> None:
+    """An experiment may set the stages and keys of the method."""
+    row = plan.Candidate(method, Tuned(stages, method.delay, (), (), keep), NOTHING, 0, 0.0, (), limit)
+    assert row.setting(others.split()) == printed.split()
+
+
+def test_the_printed_command_trains_what_was_predicted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, recommend = dict[str, plan.Candidate](), plan.recommend
+    monkeypatch.setattr(plan, "recommend", lambda found: rows.update(recommend(found)) or rows)
+    plan.main(["--devices", "8", "experiment=text_short", "trainer.device=cpu"])
+    commands = re.findall(r"^to train: (.*)$", capsys.readouterr().out, re.M)
+    assert len(commands) == len(rows) > 0
+    for command, row in zip(commands, rows.values(), strict=True):
+        _, _, flag, processes, *words = shlex.split(command)
+        assert flag == "--nproc"
+        found = trained(words, int(processes)).plan
+        assert tuple(len(stage) for stage in found.layout.stages) == row.tuned.stages
+        assert found.method.boundary_delays(7) == row.method.boundary_delays(7)
+        assert found.method.keep == (row.tuned.keep or row.method.keep)
