@@ -17,6 +17,7 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from petra.cost_model.autotune import Tuned, search_within, tune
@@ -31,7 +32,7 @@ from petra.cost_model.stage_memory import Known
 from petra.engine.options.outer_step import OuterStep
 from petra.errors import ConfigError, PetraError, require, within
 from petra.method import METHODS, Keep, Method
-from petra.plan.transport import simulated_transport
+from petra.plan.transport import choose_transport, simulated_transport
 from petra.settings import TransportName
 from petra.training import limited
 
@@ -62,6 +63,8 @@ KEEP_AUTO = replace(METHODS["petra"], name="petra, method.keep=auto")
 """Stands for PETRA whose blocks store what is fastest within the memory of the devices."""
 AUTO_DELAY = replace(METHODS["petra"], name="petra, d=auto")
 """Stands for PETRA with the smallest delays that keep the throughput."""
+DEFAULTS = {"devices": 4, "teraflops": 50.0, "memory": float("inf"), "bandwidth": 10.0, "latency": 10.0}
+"""Values of flags that are not given. A file of machines replaces all but ``--teraflops``."""
 RECOMPUTED = replace(METHODS["1f1b"], name="1f1b, method.keep=input", keep=Keep.INPUT)
 """1F1B with recomputation, which has exact gradients where the graphs of others don't fit."""
 
@@ -70,11 +73,11 @@ RECOMPUTED = replace(METHODS["1f1b"], name="1f1b, method.keep=input", keep=Keep.
 def main(arguments: list[str] | None = None) -> None:
     """Print the table, the methods that do not fit, and the recommendation."""
     parser = parser_for(__doc__, "All other arguments are those of petra train, such as model=revnet50 data=imagenet k=8.")
-    parser.add_argument("--devices", type=int, default=4, help="number of devices (default: 4)")
-    parser.add_argument("--teraflops", type=float, default=50.0, help="mean speed of a device in TFLOP/s (default: 50)")
-    parser.add_argument("--memory", type=float, default=float("inf"), help="memory of a device in GB (default: no limit)")
-    parser.add_argument("--bandwidth", type=float, default=10.0, help="bandwidth of a link in GB/s (default: 10)")
-    parser.add_argument("--latency", type=float, default=10.0, help="latency of a link in microseconds (default: 10)")
+    parser.add_argument("--devices", type=int, help="number of devices (default: 4)")
+    parser.add_argument("--teraflops", type=float, help="mean speed of a device in TFLOP/s (default: 50)")
+    parser.add_argument("--memory", type=float, help="memory of a device in GB (default: no limit)")
+    parser.add_argument("--bandwidth", type=float, help="bandwidth of a link in GB/s (default: 10)")
+    parser.add_argument("--latency", type=float, help="latency of a link in microseconds (default: 10)")
     parser.add_argument("--per-machine", type=int, default=8, help="devices of a machine, for the command to train (default: 8)")
     parser.add_argument("--machines", type=path_argument, help="file of devices and links instead, as for cluster.machines")
     parser.add_argument("--measure", action="store_true", help="measure the blocks on this machine instead of counting FLOPs")
@@ -247,12 +250,17 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     Args:
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
-    setup = set_up(replace(config, trainer=replace(config.trainer, transport=AUTO)), Process(0, config.dp, 0, 1))
-    machines = _machines(options, config)
+    # This one process accepts no transport between processes.
+    alone = set_up(replace(config, trainer=replace(config.trainer, transport=AUTO)), Process(0, config.dp, 0, 1))
+    setup, machines = replace(alone, config=config), _machines(options, config)
     link = _link_of_replicas(options, config, machines) if config.dp > 1 else None
+    samples, count = setup.plan.inputs.shape[0], min(len(machines.devices), len(setup.plan.layout.profiles))
+    try:
+        choose_transport(config.trainer.transport, count, (), world=count * config.dp)
+    except ConfigError as error:  # names the argument
+        raise ConfigError(f"trainer.{error}") from error
     rows, refused = candidates(setup, machines, link, measure=options.measure, teraflops=options.teraflops)
     rows, task = with_expected(setup, rows)
-    samples, count = setup.plan.inputs.shape[0], min(len(machines.devices), len(setup.plan.layout.profiles))
     name = next((word.removeprefix("model=") for word in reversed(overrides) if word.startswith("model=")), setup.plan.model.name)
     lines = [
         f"{name}: {len(setup.plan.layout.profiles)} blocks, {setup.plan.parameters / 1e9:.3g} billion parameters; "
@@ -297,8 +305,9 @@ def candidates(
         blocks = profile_blocks(plan.model, plan.layout.inputs, optimizer=optimizer, device=setup.device, numerics=plan.numerics)
     else:
         blocks = tuple(block.scaled(1e-12 / teraflops) for block in count_blocks(plan.model, plan.layout.inputs, plan.numerics))
-    on_gpus = config.trainer.transport == AUTO and config.trainer.device != "cpu"
-    transport: TransportName = "lockstep" if on_gpus else config.trainer.transport  # what auto selects on GPUs
+    on_gpus, transport = config.trainer.device != "cpu", config.trainer.transport
+    if on_gpus and transport == AUTO:
+        transport = "lockstep"  # what auto selects on GPUs
     known, rows, refused = Known(), list[Candidate](), list[str]()
     predicted = partial(stage_memories, setup, known, device_type="cuda" if on_gpus else setup.device.type)
     sums = None if link is None else partial(_waits, setup, link)
@@ -411,10 +420,24 @@ def _link_of_replicas(options: argparse.Namespace, config: Config, machines: Mac
 
 
 def _machines(options: argparse.Namespace, config: Config) -> Machines:
-    if path := options.machines or config.cluster.machines:
-        return read_machines(path)
+    """Return the devices and links of the file, or of the flags, whose defaults are added to the options.
+
+    Raises:
+        ConfigError: If the file or a flag is invalid, or a flag has no effect beside the file or ``--measure``.
+    """
+    sources = {"--machines": options.machines, "cluster.machines": config.cluster.machines}
+    (source, path), *others = [pair for pair in sources.items() if pair[1]] or [("", None)]
+    for other, second in others:
+        require(Path(second) == Path(path), other, f"nothing, or the file of {source}, {path}", second)
+    for name, default in DEFAULTS.items():
+        value, instead = getattr(options, name), "--measure" if name == "teraflops" else f"{source}={path}"
+        unused = options.measure if name == "teraflops" else bool(path)
+        require(value is None or not unused, f"--{name}", f"nothing with {instead}, which replaces it", value)
+        setattr(options, name, default if value is None else value)
     for name in ("devices", "per_machine", "memory"):
         require(getattr(options, name) > 0, f"--{name}".replace("_", "-"), "a number > 0", getattr(options, name))
     for name, bounds in (("teraflops", SCALE), ("bandwidth", SCALE), ("latency", LATENCY)):
         require(within(getattr(options, name), bounds), f"--{name}", f"a number {bounds}", getattr(options, name))
+    if path:
+        return read_machines(path)
     return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)

@@ -3,6 +3,7 @@
 import re
 import shlex
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from launch.runtime.rank import Process
 from petra import Keep
 from petra.cost_model.autotune import Tuned
 from petra.method import METHODS, Method
+from tests.support.commands import refused
 
 pytestmark = pytest.mark.usefixtures("shared_profiles")
 
 NOTHING: Any = None
+SMALL = ["model=revnet18", "model.width=0.0625", "data=synthetic", "data.batch_size=2"]
 GRAPHS = (Keep.GRAPH,) * 10
 FREE = float("inf")
 PRINTED = [
@@ -74,3 +77,42 @@ def test_the_printed_command_trains_what_was_predicted(monkeypatch: pytest.Monke
         assert tuple(len(stage) for stage in found.layout.stages) == row.tuned.stages
         assert found.method.boundary_delays(7) == row.method.boundary_delays(7)
         assert found.method.keep == (row.tuned.keep or row.method.keep)
+
+
+def test_messages_follow_the_transport_of_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over a slow link, edge hides what lockstep waits for. One that the processes don't accept is refused."""
+    monkeypatch.setattr(plan, "PREDICTED", {})  # other rows remain
+    speeds = {}
+    words = ["--devices", "4", "--teraflops", "0.001", "--latency", "1e5", *SMALL, "k=8"]
+    for transport in ("edge", "lockstep", "auto"):
+        plan.main([*words, f"trainer.transport={transport}"])
+        row = next(line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| petra, d=auto "))
+        speeds[transport] = float(row[3])
+    assert speeds["edge"] > speeds["lockstep"] == speeds["auto"]
+    error = refused(plan.main, [*words, "trainer.transport=local"])
+    assert error == "trainer.transport: expected auto, lockstep or edge in 4 processes, got local"
+    assert refused(plan.main, ["--devices", "1", *SMALL, "trainer.transport=edge"]).startswith(
+        "trainer.transport: expected auto or l"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--machines FILE --devices 4", "--devices: expected nothing with --machines=FILE, which replaces it, got 4"),
+        ("--memory 80 cluster.machines=FILE", "--memory: expected nothing with cluster.machines=FILE, which replaces it, got 80.0"),
+        ("--machines FILE --bandwidth 10", "--bandwidth: expected nothing with --machines=FILE, which replaces it, got 10.0"),
+        ("--latency 10 --machines FILE", "--latency: expected nothing with --machines=FILE, which replaces it, got 10.0"),
+        ("--teraflops 50 --measure", "--teraflops: expected nothing with --measure, which replaces it, got 50.0"),
+        ("--machines FILE --teraflops 0", "--teraflops: expected a number >= 1e-6 and <= 1e6, got 0.0"),
+        ("--machines FILE --per-machine 0", "--per-machine: expected a number > 0, got 0"),
+        (
+            "--machines FILE cluster.machines=other",
+            "cluster.machines: expected nothing, or the file of --machines, FILE, got other",
+        ),
+    ],
+)
+def test_flags_without_effect_are_refused(words: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "machines.yaml"
+    file.write_text("devices: [{}, {}]\nlinks: [{forward: {bandwidth: 1}, backward: {bandwidth: 1}}]\n")
+    assert refused(plan.main, [*words.replace("FILE", str(file)).split(), *SMALL]) == message.replace("FILE", str(file))
