@@ -375,7 +375,7 @@ def _samples(setup: Setup) -> float | None:
         train, _ = setup.data()
     except PetraError:
         return None
-    batches = limited(train.batches_per_epoch, config.trainer.limit_batches) * config.trainer.epochs * config.dp
+    batches = limited(train.batches_per_epoch, config.trainer.limit_batches) * config.trainer.epochs
     return float(batches * config.data.batch_size * (config.data.size if setup.unit == "tokens" else 1))
 
 

@@ -116,3 +116,13 @@ def test_flags_without_effect_are_refused(words: str, message: str, tmp_path: Pa
     file = tmp_path / "machines.yaml"
     file.write_text("devices: [{}, {}]\nlinks: [{forward: {bandwidth: 1}, backward: {bandwidth: 1}}]\n")
     assert refused(plan.main, [*words.replace("FILE", str(file)).split(), *SMALL]) == message.replace("FILE", str(file))
+
+
+@pytest.mark.parametrize("data", [["data=synthetic", "data.images=64"], ["data=text", "model=revgpt", "data.size=8"]])
+def test_replicas_share_the_targets_of_a_run(data: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Sun and sea. " * 500)
+    words = [*SMALL, "data.batch_size=8", *data, *([f"data.root={tmp_path}/a.txt"] if "data=text" in data else [])]
+    words = [word for word in words if "width" not in word or "model=revgpt" not in data]
+    found = [plan._samples(set_up(compose_overrides([*words, f"dp={dp}"]), Process(0, dp, 0, 1))) for dp in (1, 2)]
+    assert found[0] == found[1]
+    assert found[0] is not None
