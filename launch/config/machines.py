@@ -60,15 +60,37 @@ def read_machines(path: str | Path) -> Machines:
         raise ConfigError(f"{KEY}: {path}: {error}") from error
 
 
+def require_writable(path: str) -> None:
+    """Check that :func:`write_machines` can write a file, whose folder is made, before what it contains is measured.
+
+    Raises:
+        PetraError: If it can't.
+    """
+    from petra.training.records import PART, writing
+
+    file = Path(path)
+    require(not file.is_dir(), KEY, "a file to write", f"the folder {path}")
+    with writing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        draft = file.with_name(file.name + PART)
+        draft.touch()
+        draft.unlink()
+
+
 def write_machines(path: str, machines: Machines) -> None:
-    """Write a file for :func:`read_machines`."""
+    """Write a file for :func:`read_machines`.
+
+    Raises:
+        DataError: If it can't be written.
+    """
+    from petra.training.records import write_text_atomically
+
     devices = [{"speed": device.speed, "memory": device.memory / 1e9} for device in machines.devices]
     links = [
         {side: {"bandwidth": link.bandwidth / 1e9, "latency": 1e6 * link.latency} for side, link in vars(pair).items()}
         for pair in machines.connections
     ]
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save({"devices": devices, "links": links}, path)
+    write_text_atomically(Path(path), OmegaConf.to_yaml(OmegaConf.create({"devices": devices, "links": links})))
 
 
 def _entry(known: Mapping[str, Key], found: Any) -> dict[str, Any]:

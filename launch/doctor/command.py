@@ -12,12 +12,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from petra.distributed import all_gather_objects
+from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import first_line, invalid
 from petra.plan.layout import processes_per_replica
 
 from ..config.compose import command_line_configs
-from ..config.machines import write_machines
+from ..config.machines import require_writable, write_machines
 from ..config.schema import Config
 from ..run.build import set_numerics
 from ..runtime.agent import this_process
@@ -45,12 +45,15 @@ def examine(config: Config, process: Process) -> None:
     """Join the process group as a run would, inspect every machine, and measure the links.
 
     Raises:
-        ConfigError: If the processes can't communicate.
+        PetraError: If the processes can't communicate, or the file of machines can't be written.
     """
     device = process.device(config.trainer.device)
     replica_size = processes_per_replica(process.world, config.dp)
     try:
         with process.process_group(device, config.trainer.timeout):
+            with raise_on_all_ranks():
+                if process.first and config.cluster.machines is not None:
+                    require_writable(config.cluster.machines)
             set_numerics(config.trainer)
             reports = all_gather_objects(inspect_machine(process, device, requested=config.trainer.device))
             links = measure_links(device, config.dp) if process.world > 1 else {}

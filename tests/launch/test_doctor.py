@@ -168,6 +168,25 @@ def test_the_selftest_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (tmp_path / "runs/selftest/selftest.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("folder", "cluster.machines: expected a file to write, got the folder folder"),
+        ("file/machines.yaml", "file/machines.yaml: cannot be written (File exists)"),
+    ],
+)
+def test_a_file_of_machines_that_cannot_be_written_is_refused_before_the_measurements(
+    path: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("launch.doctor.command.inspect_machine", None)
+    Path("folder").mkdir()
+    Path("file").touch()
+    monkeypatch.setattr("sys.argv", ["petra doctor", "trainer.device=cpu", f"cluster.machines={path}"])
+    assert refused(doctor.main, None) == message
+    assert {found.name for found in Path().rglob("*")} == {"folder", "file"}
+
+
 TINY = {"model": "revnet18", "width": 0.125, "size": 8, "batch": 2, "method": "petra", "k": 1, "microbatches": 2}
 
 
