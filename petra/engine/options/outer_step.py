@@ -13,7 +13,7 @@ arXiv 2501.18512) with both, and with stages that send after different updates. 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import torch
@@ -49,7 +49,7 @@ class OuterStep(Extension):
         staggered: Whether stages send after different updates: stage j of J (from 0) j · H / J later than the first.
 
     Raises:
-        ConfigError: If a value is out of range or of another type.
+        ConfigError: If a value is out of range or of another type, or has no effect because ``every`` is 0.
     """
 
     every: Annotated[int, ">= 0"] = 0
@@ -64,6 +64,9 @@ class OuterStep(Extension):
         check_types(self, "outer.")
         fits = self.overlap < max(self.every, 1)
         require(fits, "outer.overlap", f"an integer < outer.every={self.every}", self.overlap)
+        for field in fields(self) if self.every == 0 else ():
+            expected = f"{'null' if field.default is None else field.default} with outer.every=0, without outer steps"
+            require((value := getattr(self, field.name)) == field.default, f"outer.{field.name}", expected.lower(), value)
 
     def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
         for name, value, accepted in (
