@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from petra.errors import require
 
 from .config.schema import GROUPS, Config
-from .config.words import read_overrides
+from .config.words import keys_of, read_overrides
 from .run.folder import TRUST, read_config
 from .runtime.agent import this_process
 from .runtime.rank import Process
@@ -25,13 +26,20 @@ if TYPE_CHECKING:
 WEIGHTS = """file of exported weights, or folder of a checkpoint; CHECKPOINT/average is the moving average in a checkpoint
 (default: the newest of model.* and the run's checkpoints, by the microbatches done)"""
 
+USED = (
+    *("model", "data", "method", "seed", "trainer.stages", "trainer.device", "trainer.precision", "trainer.exact_streams"),
+    *("trainer.message_format", "trainer.channels_last", "trainer.matmul_precision", "trainer.cudnn_benchmark", "trainer.compile"),
+    *("trainer.limit_batches", "trainer.memory_limit", "trainer.timeout"),
+)
+"""Groups and keys of the run's configuration that an evaluation uses, also to check others of them."""
+
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Print the results of an evaluation."""
     options = run_parser(__doc__).parse_intermixed_args(arguments)
     with this_process() as process:
-        weights, config = read_run(options, options.words, process)
+        weights, config = read_run(options, options.words, process, USED)
         import torch
 
         from .run.weights import evaluate
@@ -51,7 +59,7 @@ def run_parser(text: str | None, words: str = "key=value", *, weights: bool = Tr
         words: What follows the folder of the run.
         weights: Whether the command has a flag for other weights than the newest.
     """
-    parser = parser_for(text, "key=value is a key of the run's configuration, such as data.root or trainer.device.")
+    parser = parser_for(text, "key=value is a key of the run's configuration, such as data.root.")
     parser.add_argument("run", type=path_argument, metavar="RUN", help="folder of a run, which may still be training")
     parser.add_argument("words", nargs="*", metavar=words).required = False
     if weights:
@@ -60,13 +68,22 @@ def run_parser(text: str | None, words: str = "key=value", *, weights: bool = Tr
     return parser
 
 
-def read_run(options: argparse.Namespace, changes: list[str], process: Process) -> tuple[SavedWeights, Config]:
+def read_run(
+    options: argparse.Namespace, changes: list[str], process: Process, used: Collection[str]
+) -> tuple[SavedWeights, Config]:
     """Return the weights to read, and the run's configuration with the overrides on the command line.
+
+    Args:
+        used: Groups and keys that the command uses. Overrides of others are refused.
 
     Raises:
         PetraError: If there is no folder of a run, it has no weights, or an override doesn't fit the configuration.
     """
     folder, config = options.run, run_config(options, changes)
+    for word in changes:
+        (key,), value = keys_of([word]), word.partition("=")[2]
+        expected = f"nothing, since the command uses {', '.join(used)} of a configuration"
+        require(key in used or key.partition(".")[0] in used, key, expected, value)
     from .run.weights import SavedWeights
 
     weights = SavedWeights.at(folder, "command line") if options.weights is None else SavedWeights(options.weights)

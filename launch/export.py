@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_intermixed_args(arguments)
     with this_process() as process:
-        weights, config = read_run(options, options.words, process)
+        weights, config = read_run(options, options.words, process, ("model",))
         expected = "a run with model=huggingface (trainer.export=safetensors writes the weights of any run)"
         require(config.model.name == "huggingface", "command line", expected, config.model.name)
         from petra.huggingface import save_pretrained

@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     require(decoded, "--prompt", "text in UTF-8", ascii(options.prompt))
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     with this_process() as process:
-        weights, config = read_run(options, options.words, process)
+        weights, config = read_run(options, options.words, process, ("model", "data"))  # the device is a flag
         model = weights.network(config).to(torch.device(options.device))
         require(find_stem(model) is not None, "command line", "a run of a language model", config.model.name, ModelError)
         encode, decode, stop = vocabulary(config, options.vocabulary, weights)

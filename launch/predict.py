@@ -13,8 +13,12 @@ from petra.errors import ModelError, PetraError, invalid, require
 
 from .config.schema import GROUPS, keys
 from .evaluate import read_run, run_parser
+from .run.build import set_numerics
 from .runtime.agent import this_process
 from .runtime.terminal import command, path_argument
+
+USED = ("model", "data", "trainer.device", "trainer.matmul_precision", "trainer.cudnn_benchmark")
+"""Groups and keys of the run's configuration that a prediction uses."""
 
 
 @command
@@ -25,15 +29,17 @@ def main(arguments: list[str] | None = None) -> None:
     images = [path_argument(word) for word in options.words if word not in changes]
     require(len(images) > 0, "command line", "JPEG or PNG files", "none")
     with this_process() as process:
-        weights, config = read_run(options, changes, process)
+        weights, config = read_run(options, changes, process, USED)
+        device = process.device(config.trainer.device)
+        set_numerics(config.trainer)
         if (preparation := weights.facts.get("preparation")) is None:
             raise invalid(str(weights.path), "weights of a run on images, with their normalisation", "none", PetraError)
         prepare, size = Preparation.from_dict(preparation), config.data.size
         require(size == prepare.size, "data.size", f"{prepare.size}, as the run prepared its images", size)
-        network = weights.network(config)
+        network = weights.network(config).to(device)
         for path in images:
             with torch.no_grad():
-                probabilities = network(prepare(path)).softmax(1)[0]
+                probabilities = network(prepare(path).to(device)).softmax(1)[0]
             expected = f"weights that give finite scores for {path}"
             require(bool(probabilities.isfinite().all()), str(weights.path), expected, "scores that are not finite", ModelError)
             label = int(probabilities.argmax())

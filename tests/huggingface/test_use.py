@@ -79,7 +79,7 @@ def test_the_commands_give_a_checkpoint_that_transformers_loads(done: tuple[Path
     assert model.dtype == torch.float32
     assert tokenizer("The sun").input_ids == tokenizer.backend_tokenizer.encode("The sun").ids
     options = run_parser(None).parse_args([str(folder / "runs" / "tuned")])
-    weights, config = read_run(options, [], ALONE)
+    weights, config = read_run(options, [], ALONE, ())
     tokens = torch.randint(1, 280, (2, 16), generator=torch.Generator().manual_seed(0))
     network = weights.network(config)
     torch.testing.assert_close(model.eval()(tokens).logits.flatten(0, 1), network(tokens), rtol=1e-5, atol=1e-5)
@@ -98,7 +98,7 @@ def test_adapters_are_added_to_the_exported_weights(done: tuple[Path, dict[str, 
     before = transformers.AutoModelForCausalLM.from_pretrained(folder / "SmolLM2").float()
     assert torch.equal(model.lm_head.weight, before.lm_head.weight)
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, before.model.layers[0].mlp.up_proj.weight)
-    weights, config = read_run(run_parser(None).parse_args(["runs/lora"]), [], ALONE)
+    weights, config = read_run(run_parser(None).parse_args(["runs/lora"]), [], ALONE, ())
     tokens = torch.randint(1, 280, (2, 16), generator=torch.Generator().manual_seed(0))
     found = model(tokens).logits.flatten(0, 1)
     torch.testing.assert_close(found, weights.network(config)(tokens), rtol=1e-5, atol=1e-5)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from launch import evaluate, predict
+from launch import evaluate, export, generate, predict
 from launch.run.weights import SavedWeights
 from petra.data import load_dataset
 from petra.models import revnet18
@@ -75,10 +75,28 @@ def test_a_file_may_have_an_equals_sign_in_its_name(
     [
         (predict, "{folder}/config.yaml", "{folder}/config.yaml: can't be read as a JPEG or PNG image"),
         (predict, "data.size=16 x.png", "data.size: expected 32, as the run prepared its images, got 16"),
+        (predict, "x.png trainer.device=cuda", "trainer.device: expected cpu, or a GPU for each process, got cuda with 1 process"),
+        (
+            predict,
+            "x.png trainer.precision=bf16",
+            "trainer.precision: expected nothing, since the command uses model, data, trainer",
+        ),
+        (evaluate, "dp=2", "dp: expected nothing, since the command uses model, data, method, seed, trainer.stages, "),
+        (evaluate, "trainer.transport=edge", "trainer.transport: expected nothing, since the command uses model, "),
+        (evaluate, "optim.average=0.9", "optim.average: expected nothing, since the command uses model, data, "),
+        (
+            generate,
+            "trainer.device=cuda",
+            "trainer.device: expected nothing, since the command uses model, data of a configuration",
+        ),
+        (export, "--huggingface=new data.size=8", "data.size: expected nothing, since the command uses model of a configuration"),
         (predict, "--weights={folder}/none.pt x.png", "{folder}/none.pt: cannot be read as exported weights"),
     ],
 )
-def test_invalid_words_are_errors_in_one_line(command: ModuleType, words: str, message: str, folder: Path) -> None:
+def test_invalid_words_are_errors_in_one_line(
+    command: ModuleType, words: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     error = refused(command.main, [str(folder), *words.format(folder=folder).split()])
     assert error.startswith(message.format(folder=folder))
 
