@@ -324,10 +324,11 @@ def write_tokens(pieces: Iterable[tuple[str, str]], parts: Collection[str], toke
                 writer.flush()
             vocabulary = {"classes": classes, "delimiter": delimiter, "vocabulary": fingerprint(tokenizer)}
             facts = vocabulary | {part: writer.facts for part, writer in writers.items()}
-            facts["files"] = {path.name: sampled_hash(path) for path in sorted(drafts.iterdir())}
+            hashes = {path.name: sampled_hash(path) for path in sorted(drafts.iterdir())}
+            facts["files"] = hashes
             tokenizer.save(str(drafts / VOCABULARY))
             (drafts / CORPUS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            for name in (CORPUS, VOCABULARY, *facts["files"]):  # if killed here, no tokens are without their facts
+            for name in (CORPUS, VOCABULARY, *hashes):  # if killed here, no tokens are without their facts
                 (drafts / name).replace(folder / name)
     except OSError as error:
         raise DataError(f"{folder}: can't be written ({error.strerror})") from error
