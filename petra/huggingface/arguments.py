@@ -73,6 +73,19 @@ def check_arguments(trainer: Any, own: type) -> None:
     found += [f"{name}=True" for name in OTHERS if getattr(args, name, False)]
     found += [f"{name}={value}" for name, value in chosen.items() if re.fullmatch(REFUSED[name], value)]
     require(not found, "PetraTrainer", "no argument that it can't map", ", ".join(found))
+    check_methods(trainer, own)
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    require(processes == started, "use_cpu", f"true on a machine without GPUs, in {started} processes", args.use_cpu)
+    require(args.n_gpu <= 1, "PetraTrainer", "a process for each GPU (torchrun --nproc-per-node)", f"{args.n_gpu} GPUs in one")
+
+
+def check_methods(trainer: Any, own: type) -> None:
+    """Check that a pipeline calls the methods that a subclass has, or that were set on the trainer itself.
+
+    Raises:
+        ConfigError: If not. The message names them.
+    """
     overridden = {
         name
         for kind in type(trainer).__mro__[: type(trainer).__mro__.index(own)]
@@ -85,10 +98,6 @@ def check_arguments(trainer: Any, own: type) -> None:
     ignored = sorted(name for name in overridden if not re.fullmatch(CALLED, name))
     expected = "methods that a pipeline calls, such as compute_loss"
     require(not ignored, type(trainer).__name__, expected, f"its own {', '.join(ignored)}")
-    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    require(processes == started, "use_cpu", f"true on a machine without GPUs, in {started} processes", args.use_cpu)
-    require(args.n_gpu <= 1, "PetraTrainer", "a process for each GPU (torchrun --nproc-per-node)", f"{args.n_gpu} GPUs in one")
 
 
 def called_above(kind: type, own: type, name: str) -> bool:

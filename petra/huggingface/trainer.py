@@ -24,7 +24,7 @@ from transformers.trainer_utils import has_length
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.options.extension import Extension
 from petra.errors import ConfigError, ModelError, require
-from petra.huggingface.arguments import check_arguments
+from petra.huggingface.arguments import check_arguments, check_methods
 from petra.huggingface.blocks import split
 from petra.huggingface.callbacks import ONLY_AT, reading_events, restore_callbacks
 from petra.huggingface.evaluation import Evaluating
@@ -137,6 +137,7 @@ class PetraTrainer(Evaluating):
             ConfigError: If the checkpoint has another method or other numbers of rows.
             DataError: If there is no such checkpoint.
         """
+        check_methods(self, PetraTrainer)
         if self.args.save_strategy != "no":
             self._check_generation()
         # Blocks store their inputs instead: two recomputations would be one too many.

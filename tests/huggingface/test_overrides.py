@@ -276,6 +276,12 @@ class Rates(TrainerCallback):
         optimizer.param_groups[0]["lr"] = 0.0
 
 
+def inputs_of_the_instance(run: Run) -> Any:
+    trainer = run.make(llama())
+    trainer._prepare_inputs = dict
+    return trainer.train()
+
+
 class Modes(torch.optim.SGD):
     def train(self) -> None: ...
 
@@ -312,6 +318,7 @@ METRICS: dict[str, Any] = {"compute_metrics": lambda found: {}}
 UNLABELED = [{"input_ids": row["input_ids"]} for row in rows(8)]
 REFUSED = [
     (penalty, "embed_tokens.weight in compute_loss: expected a loss of the model's outputs, .* got one that reads weights"),
+    (inputs_of_the_instance, "PetraTrainer: expected methods that a pipeline calls, .* got its own _prepare_inputs"),
     (weights_of_the_head, "weight in compute_loss: expected a loss of the model's outputs"),
     (trained({"callbacks": [Callback()]}), "Callback.on_pre_optimizer_step: expected a callback that reads no gradients"),
     (trained({"callbacks": [Rates()]}, others={"method": "dsp"}), "method: expected one that flushes, where a callback sets"),
