@@ -85,19 +85,25 @@ def _resumed(config: Config, path: Path) -> Start:
 
 
 def _again(config: Config, folder: Path) -> Start:
-    """Return the start of a run without a checkpoint. If it started before, it was killed before its first one."""
+    """Return the start of a run without a checkpoint. If it started before, it ended before its first one.
+
+    Another configuration may start in its folder only if no epoch is lost, such as after an error at the start.
+    """
     file, exports = folder / CONFIG, (f"{name}{suffix}" for name in ("model", "ema") for suffix in FORMATS.values())
     if not file.exists():
         return Start()
     results = [name for name in (SUMMARY, *exports) if (folder / name).exists()]
     expected = "a folder without results, or with a checkpoint to resume from (run_dir=FOLDER with another one starts a run)"
     require(not results, "run_dir", expected, f"{folder} with {', '.join(results)} and no checkpoint")
+    lost = len(read_rows(folder / METRICS))
+    if lost == 0:
+        return Start()
     saved = load_config(file)
     _require_same_weights(saved, config, file)
     for key, (before, now) in differences(saved, as_data(config)).items():
         expected = f"{before} as in {file}, whose run starts again since it has no checkpoint (another run_dir starts another run)"
         require(not changes_results(key), key, expected, now)
-    return Start(lost=len(read_rows(folder / METRICS)))
+    return Start(lost=lost)
 
 
 def _require_same_weights(found: Mapping[str, Any], config: Config, path: Path) -> None:

@@ -202,6 +202,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(trained:
     assert "starting again, since the run has no checkpoint: 1 epochs are lost" in capsys.readouterr().out
     assert [row["epoch"] for row in lines(trained / "metrics.jsonl")] == [1, 2]
     assert not (trained / "changes.jsonl").exists()
+    shutil.rmtree(trained / "checkpoints")
+    for name in ("summary.json", "model.pt", "metrics.jsonl"):
+        (trained / name).unlink()
+    train(*AGAIN, "k=1")  # no epoch was done
 
 
 def test_a_run_past_the_epochs_asked_for_is_refused(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
