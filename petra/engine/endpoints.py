@@ -191,11 +191,10 @@ class LossPort:
     def start(self, data: DataSource, start: int, microbatches: int, *, training: bool = True) -> None:
         """Read the targets of ``microbatches`` microbatches from number ``start`` on in the next run of the pipeline."""
         self.totals.zero_()
-        self.data, run = data, range(start, start + microbatches)
+        self.data, self._training, self._start, run = data, training, start, range(start, start + microbatches)
         read = staged(lambda m: _tensor(data.targets(m), f"the targets of microbatch {m}"), self.device, run)
         # A loss may change targets in place.
         self._read = (lambda m: read(m).clone()) if self.device.type == "cpu" else read
-        self._training, self._start = training, start
         self._padded = None if training or not hasattr(data, "real_rows") else data
 
     def send(self, m: int, message: Message) -> None:
@@ -233,8 +232,7 @@ class LossPort:
         metrics = {name: metric(*output, targets) for name, metric in self.metrics.items()}
         for name in self._scalars:
             _require_scalar(f"metric {name}", metrics[name])
-        report = torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())])
-        return _unless_empty(count, report)
+        return _unless_empty(count, torch.cat([v.double().view(-1) for v in (count, loss * count, *metrics.values())]))
 
 
 def _tensor(value: object, name: str) -> Tensor:

@@ -193,8 +193,7 @@ def normalisations(module: nn.Module) -> list[NormBase]:
 
 def running_statistics(module: nn.Module) -> list[Tensor]:
     """Return the running means and variances, of shape (C,), of the normalisation layers inside ``module``."""
-    found = (t for layer in normalisations(module) for t in (layer.running_mean, layer.running_var))
-    return [t for t in found if t is not None]
+    return [t for layer in normalisations(module) for t in (layer.running_mean, layer.running_var) if t is not None]
 
 
 class frozen_statistics:

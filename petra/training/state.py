@@ -1,7 +1,8 @@
 """State of a pipeline as tensors by block.
 
 A key is ``<block>/<part>/<name>``. The parts are ``model`` (weights and buffers), ``optimizer``, ``average``, ``gradient`` (the
-accumulated gradient, unscaled), ``method`` (older weights, and what remedies accumulate), and ``update`` (numbers of a stage).
+accumulated gradient, unscaled), ``method`` (older weights, what remedies accumulate, and the last finite running statistics), and
+``update`` (numbers of a stage).
 Optimizer and method have several tensors per parameter: ``<block>/optimizer/<parameter>/<kind>``. The numbers of a stage are
 stored with each of its blocks, so that any other partition can read them. Data, dropout and learning rate follow from the seed
 and the clock, so they need no state.
@@ -49,7 +50,7 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
         kinds = kinds if pipeline.replicas is None else pipeline.replicas.whole(kinds)
         for block, module in pipeline.blocks_of(worker.index):
             state |= {f"{block}/model/{name}": value.detach() for name, value in module.state_dict().items()}
-            for name, p in _trained(module).items():
+            for name, p in (_trained(module) | dict(module.named_buffers())).items():
                 for kind, values in kinds.items():
                     part, _, rest = kind.partition("/")
                     if p in values:
@@ -131,13 +132,14 @@ def network(folder: Path, *, averaged: bool = False) -> State:
 def _read_block(module: nn.Module, state: State, kinds: Kinds, numbers: dict[str, float]) -> None:
     """Add a block's tensors to ``kinds``, and the minimum of its numbers to ``numbers``."""
     trained = _trained(module)
+    own: dict[str, Tensor] = {**trained, **dict(module.named_buffers())}
     for key, value in state.items():
         part, _, name = key.partition("/")
         if part == "update":
             numbers[name] = min(float(value), numbers.get(name, float(value)))
         elif part in ("optimizer", "method"):
             name, _, kind = name.rpartition("/")
-            p = trained[name]
+            p = own[name]
             # In the parameter's memory format: the last bits of an update may depend on it.
             kinds[f"{part}/{kind}"][p] = torch.empty_like(p, dtype=value.dtype).copy_(value) if value.shape == p.shape else value
         elif part != "model":

@@ -1,5 +1,7 @@
 """Updates of stages compared with plain autograd: clipping, averages, loss scale, non-finite values, state, hooks."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,8 @@ from petra import Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRule
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.loss_scale import GROWTH_INTERVAL, LossScale
 from petra.settings import Numerics
-from tests.support.nets import RandomSource, make_pipeline, mixed, mixed_net, sgd
+from petra.training import Checkpoints
+from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed, mixed_net, restored, sgd, weights
 from tests.support.refusals import refuses
 
 SMALL, BROKEN = RandomSource(size=2), RandomSource(changes={4: lambda x: x * torch.inf})
@@ -200,6 +203,34 @@ def test_skipped_updates_restore_running_statistics() -> None:
     assert numbers["stage/1/skipped_updates"] == 1
     assert 0 < numbers["stage/1/gradient_norm"] < float("inf")  # a mean without that of the skipped one
     assert run.evaluate(RandomSource(), 2).loss < 10
+
+
+@pytest.mark.parametrize(("method", "bad"), [("reversible", 4), ("petra", 4), ("petra", 5)])
+def test_statistics_that_a_skipped_update_restores_are_saved(method: str, bad: int, tmp_path: Path) -> None:
+    """The checkpoint is saved inside the update that is skipped, before or after the microbatch that is not finite."""
+    data = RandomSource(changes={bad: lambda x: x * torch.inf})
+    whole, resumed = (pipeline(UpdateRules(nonfinite="skip"), method) for _ in range(2))
+    whole.train(data, 5)
+    Checkpoints(tmp_path).save(whole, {})
+    for run in (whole, restored(resumed, tmp_path)):
+        run.train(data, 5)
+        assert all(value.isfinite().all() for value in run.state_dict().values())
+    assert_equal(resumed.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("edited", [False, True])
+def test_statistics_that_are_loaded_or_edited_outlast_a_skipped_update(edited: bool) -> None:
+    run = pipeline(UpdateRules(nonfinite="skip"), "petra")
+    run.train(RandomSource(), 3 * edited)  # an edit in the middle of an update
+    state = {key: value + 0.25 for key, value in weights(run).items() if "running" in key}
+    if edited:
+        for key, value in state.items():
+            run.state_dict()[key].copy_(value)
+    else:
+        run.load_state_dict(run.state_dict() | state)
+    run.train(RandomSource(changes={3 * edited: lambda x: x * torch.inf}), 2 - edited)
+    found = {key: value for key, value in run.state_dict().items() if key in state}
+    assert_equal(found, state)
 
 
 def test_overflow_of_the_sent_gradient_halves_the_scale() -> None:

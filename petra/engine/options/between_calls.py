@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
+from itertools import chain
 
-from torch import nn
+from torch import Tensor
 
 from petra.engine.checks import Left, marks_of
 from petra.engine.options.state import kinds_of
@@ -25,7 +26,7 @@ def renew(left: Iterable[Left], *kinds: str) -> None:
 
 
 def notice_changes(left: Iterable[Left], noticed: set[str], *, modes: bool) -> None:
-    """Set gradients aside that train did not leave, let changed parameters count, and name all changes in one warning per kind.
+    """Set gradients aside that train did not leave, let other changes count, and name all in one warning per kind.
 
     Args:
         left: What the stages had at the end of the last call.
@@ -55,8 +56,9 @@ def _notice(left: Left, noticed: set[str], modes: bool) -> None:
                 expected = "the mode in which train left it (call .train(); freeze layers before the pipeline is built)"
                 raise invalid(block, expected, "evaluation mode", ModelError)
         _warn("modes", found["modes"], "training continues in them", noticed)
-    named = {f"{r.function.name}, {name}": p for r in stage.runners for name, p in r.function.module.named_parameters()}
-    accumulated, edited = found.get("gradients", []), found.get("parameters", [])
+    blocks = [(r.function.name, r.function.module) for r in stage.runners]
+    named = {f"{block}, {name}": t for block, own in blocks for name, t in chain(own.named_parameters(), own.named_buffers())}
+    accumulated, edited = found.get("gradients", []), [*found.get("parameters", []), *found.get("buffers", [])]
     if accumulated and worker.microbatches_done % stage.gradients.k:
         expected = "that of a part of an update, as train left it (use torch.autograd.grad, or zero_grad() before backward())"
         raise invalid(accumulated[0], expected, "another one", ModelError)
@@ -66,7 +68,7 @@ def _notice(left: Left, noticed: set[str], modes: bool) -> None:
     _warn("gradients", accumulated + foreign, "which training sets aside", noticed)
     if edited:
         take_edits(worker, [named[name] for name in edited])
-    _warn("parameters", edited, "training continues from them", noticed)
+    _warn("parameters", found.get("parameters", []), "training continues from them", noticed)
     _warn("buffers", found.get("buffers", []), "training continues from them", noticed)
 
 
@@ -77,10 +79,10 @@ def _warn(kind: str, names: Collection[str], what: str, noticed: set[str]) -> No
         log.warning("%s have changed since the last call of train, %s: %s%s", kind, what, min(names), more)
 
 
-def take_edits(worker: Worker, parameters: Iterable[nn.Parameter]) -> None:
-    """Let changed parameters count: what was derived from their former values, such as master weights, starts again from them."""
-    edited, kinds = {*parameters}, kinds_of(worker)
-    kept = {kind: {p: t for p, t in tensors.items() if p not in edited} for kind, tensors in kinds.items()}
+def take_edits(worker: Worker, tensors: Iterable[Tensor]) -> None:
+    """Let changed parameters and buffers count: what was derived from their former values, such as master weights, starts again."""
+    edited, kinds = {*tensors}, kinds_of(worker)
+    kept = {kind: {p: t for p, t in own.items() if p not in edited} for kind, own in kinds.items()}
     previous = kinds["method/previous"]
     worker.stage.resume(worker.microbatches_done // worker.stage.gradients.k, previous | {p: p for p in edited & previous.keys()})
     for part in worker.update.parts:

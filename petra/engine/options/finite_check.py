@@ -44,6 +44,7 @@ class FiniteCheck(Part):
     Attributes:
         skipped: Number of skipped updates since the start of training, up to the last :meth:`settle`.
         norms, measured: Sum of the gradient norms of the other updates, and their number, up to the last :meth:`settle`.
+        finite: If updates may be skipped, a copy of each running statistic, made when it was last finite after an update.
     """
 
     def __init__(self, stage: Stage, number: int, rules: UpdateRules, device: torch.device, *, last: bool) -> None:
@@ -53,8 +54,7 @@ class FiniteCheck(Part):
         self.unread: list[tuple[int, Tensor]] = []
         self._failed: tuple[int, bool] | None = None  # t of the first failure, and whether the received gradient was non-finite
         self.skipped = self.norms = self.measured = 0.0
-        self._statistics = running_statistics(stage.module) if rules.may_skip else []
-        self._finite = [s.clone() for s in self._statistics]  # when they were last finite
+        self.resume({})
 
     def add_received(self, delta: Streams) -> None:
         """Include a received gradient."""
@@ -118,12 +118,12 @@ class FiniteCheck(Part):
 
     def _restore_statistics(self) -> None:
         """Restore running statistics that are not finite, if updates may be skipped."""
-        if self._statistics:
-            finite = torch.stack(foreach_norm(self._statistics, torch.inf)).isfinite()
-            with preserve_version_counter(tuple(self._statistics)):  # stored graphs refer to them, but do not read them
-                for statistic, copy, is_finite in zip(self._statistics, self._finite, finite, strict=True):
+        if self.finite:
+            finite = torch.stack(foreach_norm([*self.finite], torch.inf)).isfinite()
+            with preserve_version_counter((*self.finite,)):  # stored graphs refer to them, but do not read them
+                for (statistic, copy), is_finite in zip(self.finite.items(), finite, strict=True):
                     statistic.copy_(torch.where(is_finite, statistic, copy))
-            foreach_copy_(self._finite, self._statistics)
+            foreach_copy_([*self.finite.values()], [*self.finite])
 
     def clear_sums(self) -> None:
         self.received.clear()
@@ -181,17 +181,20 @@ class FiniteCheck(Part):
         return {"skipped": self.skipped, "norms": self.norms, "measured": self.measured}
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        """Restore numbers, discard the sums, and copy running statistics that are known to be finite."""
+        """Restore numbers, and discard the sums."""
         self.skipped, self.norms, self.measured = (float(numbers[key]) for key in ("skipped", "norms", "measured"))
         self.clear_sums()
-        self._finite = [s.clone() for s in self._statistics]
+
+    def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
+        return {"method/finite": self.finite}
+
+    def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
+        saved, statistics = tensors.get("method/finite", {}), running_statistics(self.stage.module) if self.rules.may_skip else []
+        self.finite = {s: saved.get(s, s).clone() for s in statistics}
 
     def metrics(self) -> dict[str, float]:
-        """Return ``gradient_norm`` and ``skipped_updates``.
-
-        ``gradient_norm`` is the mean norm before clipping over the updates since the last call, without skipped ones.
-        ``skipped_updates`` counts from the start of training.
-        """
+        """Return ``gradient_norm``, the mean before clipping over the updates since the last call without skipped ones, and
+        ``skipped_updates`` since the start of training."""
         self.settle()
         found = {"gradient_norm": self.norms / max(self.measured, 1), "skipped_updates": self.skipped}
         self.norms = self.measured = 0.0

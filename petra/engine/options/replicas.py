@@ -154,7 +154,7 @@ class Replicas:
         """
         for worker in self._workers:
             buckets = [] if self.apart else self._stages[worker.index].buckets()
-            statistics = running_statistics(worker.stage.module)
+            statistics = [*running_statistics(worker.stage.module), *worker.update[FiniteCheck].finite.values()]
             parts = _by_dtype(statistics)
             joints = [torch.cat([t.flatten() for t in tensors]) for tensors in parts]
             for tensor in (*buckets, *joints):

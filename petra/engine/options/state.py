@@ -14,7 +14,7 @@ from petra.engine.worker import Worker
 
 
 def kinds_of(worker: Worker) -> Kinds:
-    """Return all tensors of a stage that belong to a parameter, apart from its weights."""
+    """Return all tensors of a stage that belong to a parameter or a running statistic, apart from its weights and buffers."""
     kinds: Kinds = defaultdict(dict)
     scale = worker.update.part(LossScale)
     for p in worker.stage.gradients.parameters:
