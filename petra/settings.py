@@ -30,7 +30,7 @@ class Numerics:
 
     Raises:
         ConfigError: If a value has another type, a type is not a floating-point type, or ``exact_streams`` is combined with
-            ``message_format``.
+            ``message_format`` or ``stored_format``, which round.
     """
 
     autocast: torch.dtype | None = None
@@ -44,8 +44,8 @@ class Numerics:
         check_types(self)
         accepted = (None, torch.bfloat16, torch.float16)
         require(self.autocast in accepted, "autocast", "None, torch.bfloat16 or torch.float16", self.autocast)
-        exact_in_messages = not self.exact_streams or self.message_format is None
-        require(exact_in_messages, "exact_streams", f"false with message_format={self.message_format}", "true")
+        for name in ("message_format", "stored_format") if self.exact_streams else ():
+            require(getattr(self, name) is None, "exact_streams", f"false with {name}={getattr(self, name)}", "true")
 
 
 @dataclass(frozen=True)

@@ -278,9 +278,9 @@ test_what_does_not_fit_is_one_clear_error = refuses(
     ),
     (lambda: chain(linear(6, 3).eval()), "^model mine: expected modules in training mode"),
     (lambda: chain(linear(6, 3), optimizer=groups, learning_rate=lambda t: 0.1), r"^learning_rate: .* 0\.1, 0\.2, got a function"),
-    (
-        lambda: Numerics(exact_streams=True, message_format="bf16"),
-        r"exact_streams: expected false with message_format=bf16, got true",
+    *(
+        (partial(Numerics, exact_streams=True, **{name: "bf16"}), f"^exact_streams: expected false with {name}=bf16, got true$")
+        for name in ("message_format", "stored_format")
     ),
     (lambda: chain(linear(6, 3), optimizer=OPTIMIZERS["adam"]), r"learning_rate: expected a function, .* got None$"),
     (lambda: chain(linear(), Twice()), "outputs of block b1: expected 1 for loss, got 2"),
