@@ -44,6 +44,7 @@ REMEDIES: list[tuple[Extension, dict[str, Any]]] = [
     (Discount(9), {"learning_rate": lambda t: 0.1 / t}),
     (Correction(0.3), {}),
     (WeightPrediction("velocity"), {}),
+    (WeightPrediction("velocity"), {"method": "reconstruct_stashed"}),
     (WeightPrediction("difference", 2.0), {}),
     (Feedback(0.5), {}),
 ]
