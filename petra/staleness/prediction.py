@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.stage import Stage
-from petra.engine.update import LearningRate, Part
+from petra.engine.update import LearningRate, Part, Pending
 from petra.errors import require
 from petra.method import Method, Weights
 from petra.plan import Plan
@@ -56,6 +56,9 @@ class WeightPrediction(Checked):
         updates = self.horizon * plan.stages[j].staleness
         return [_Predicted(stage, optimizer, updates, by_change=self.prediction == "difference")] if updates else []
 
+    def parts_after_step(self, stage: Stage, plan: Plan, j: int, others: Sequence[Part]) -> Sequence[Part]:
+        return [_AfterSkip(part) for part in others if isinstance(part, _Predicted) and not part.uses_change]
+
 
 class _Predicted(AroundStep):
     """Predicted weights for the forward passes of one stage.
@@ -90,6 +93,17 @@ class _Predicted(AroundStep):
             return []
         pairs = [(p, group) for group in self.optimizer.param_groups for p in group["params"]]
         return [velocity(state[p], group) if state[p] else torch.zeros_like(p) for p, group in pairs]
+
+
+class _AfterSkip(Part):
+    """Predicts again after a skipped step, with the learning rate of its update, as after a step that the device has skipped."""
+
+    def __init__(self, predicted: _Predicted) -> None:
+        self._predicted = predicted
+
+    def run(self, pending: Pending) -> None:
+        if pending.skip is not None:
+            self._predicted.refresh()
 
 
 def velocity(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:

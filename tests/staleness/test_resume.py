@@ -18,7 +18,7 @@ from examples.remedies.fitted import FittedPrediction
 from examples.remedies.lengths import Lengths
 from examples.remedies.lookahead import Lookahead
 from examples.remedies.shrinking import GradientShrinking
-from petra import Pipeline, Runtime
+from petra import Pipeline, Runtime, UpdateRules
 from petra.engine.block import WrappedRunner
 from petra.engine.options.extension import Extension
 from petra.engine.update import Part
@@ -59,8 +59,9 @@ def built(remedy: Extension, options: dict[str, Any], k: int = 2, stages: int = 
     return mixed(**options), RandomSource()
 
 
-def assert_resumes(remedy: Extension, options: dict[str, Any], before: int, after: int, **sizes: int) -> None:
-    whole, data = built(remedy, options, **sizes)
+def assert_resumes(remedy: Extension, options: dict[str, Any], before: int, after: int, data: Any = None, **sizes: int) -> None:
+    whole, own = built(remedy, options, **sizes)
+    data = data or own
     whole.train(data, before)
     state = {key: value.clone() for key, value in state_of(whole).items()}
     whole.train(data, after)
@@ -90,6 +91,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     """With updates before the state was saved, an update in progress, and enough updates for each history to matter."""
     assert_resumes(remedy, options, 15, 8)
     assert not caplog.messages
+
+
+def test_velocities_resume_after_a_skipped_update() -> None:
+    """With the learning rate of that update, whose microbatch is not finite."""
+    options = {"learning_rate": lambda t: 0.1 / t, "rules": UpdateRules(nonfinite="skip")}
+    assert_resumes(WeightPrediction("velocity"), options, 6, 4, data=RandomSource(changes={5: lambda x: x * torch.inf}))
 
 
 @settings(max_examples=max(settings().max_examples // 8, 5))
