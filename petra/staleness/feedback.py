@@ -2,8 +2,8 @@
 
     w ← w − u_t − c·s·(u_t − u_(t−1))
 
-where u_t is what the optimizer subtracts, with its learning rate and weight decay, u_(t−1) the same of the update before (not the
-corrected one), s the staleness in updates, and c the setting. The first update is not corrected.
+where u_t is what the optimizer subtracts, with its learning rate and weight decay, u_(t−1) the same of the parameter's update
+before (not the corrected one), s the staleness in updates, and c the setting. A parameter's first update is not corrected.
 
 Source: arXiv 2606.30634, for a delay of one update (s = 1, as in PipeDream-2BW) and c = 1; compared with the code of
 lodestone-rock/RamTorch. The factor s for other delays is our extension.
@@ -53,8 +53,10 @@ class _Extrapolated(AroundStep):
         self._strength = strength
 
     def after_step(self, change: list[Tensor]) -> None:
-        for p, new, previous in zip(self.parameters, change, self.values, strict=False):  # no values before an update
+        last = self.values or [torch.full_like(new, self.missing) for new in change]
+        for p, new, previous in zip(self.parameters, change, last, strict=True):
             if p.grad is not None:
                 unknown = previous.isnan() if self.skipped is None else previous.isnan() | (self.skipped > 0)
                 p.add_(torch.where(unknown, 0.0, new - previous), alpha=self._strength)
-        self.values = change
+        own = zip(self.parameters, change, last, strict=True)
+        self.values = [previous if p.grad is None else new for p, new, previous in own]

@@ -81,6 +81,18 @@ def test_remedies_continue_after_skipped_steps_as_if_they_had_not_been(values: d
     assert [weights for weights, _ in found] == [[expected] * 3] * 2
 
 
+@pytest.mark.parametrize("used", [[0, 0, 1, 2, 4], [0, 1, 0, 2, 4]], ids=str)
+def test_feedback_leaves_out_the_updates_that_do_not_use_a_parameter(used: list[int]) -> None:
+    stage, plan = SimpleNamespace(), SimpleNamespace(stages=[SimpleNamespace(staleness=2.0)])
+    p, other = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = torch.optim.SGD([p, other], lr=1.0)
+    Feedback(1.0).parts(stage, optimizer, plan, 0)  # type: ignore[arg-type]
+    for update in used:
+        p.grad, other.grad = torch.full((3,), float(update)) if update else None, torch.ones(3)
+        optimizer.step()
+    assert p.tolist() == [-1 - (2 + 2 * 1) - (4 + 2 * 2)] * 3
+
+
 @pytest.mark.parametrize(
     ("remedy", "kind", "missing"),
     [(Remedy(prediction="difference"), "change", 0.0), (Remedy(feedback=1.0), "feedback", torch.nan)],
