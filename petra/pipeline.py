@@ -211,8 +211,7 @@ class Pipeline:
         with self._called(f"Pipeline.evaluate({microbatches} microbatches)"):
             microbatches = self._set_data(data, 0, microbatches, training=False)
         with self.averaged(), evaluating(self.stages.values()):
-            rounds = evaluation_rounds(self.plan.boundary_delays, microbatches)
-            self._executor.run(rounds, microbatches, training=False)
+            self._executor.run(evaluation_rounds(self.plan.boundary_delays, microbatches), microbatches, training=False)
         result = self._result(self.loss_port.totals)
         if self.rank == 0 and microbatches and not (result.targets and isfinite(result.loss)):
             log.warning("evaluation: expected targets with a finite loss, got %d with the loss %s", result.targets, result.loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import frexp
 from typing import Annotated, Literal
 
 from petra.errors import check_types, require
@@ -17,8 +18,8 @@ class UpdateRules:
         clip_globally: Clip by the norm of the whole network's gradient instead of the stage's. All stages must update at the same
             time.
         average: Decay of a moving average of the weights, which evaluation uses, such as 0.999, or None for no average.
-        loss_scale: Factor of the gradients inside a stage, for fp16, or None: on the command line ``dynamic`` for fp16. Gradients
-            are divided by it before they are used, and travel between stages unscaled in float32. ``dynamic`` halves the factor
+        loss_scale: Factor of the gradients inside a stage, a power of two, or None: on the command line ``dynamic`` for fp16.
+            Gradients are divided by it before use, and travel between stages unscaled in float32. ``dynamic`` halves the factor
             after an overflow and doubles it after :data:`petra.engine.options.loss_scale.GROWTH_INTERVAL` updates without one.
         shard: Divide the optimizer's state over replicas (docs/data_parallel.md). Results are equal bit for bit.
         weights: Type of parameters with two or more dimensions; ``bf16`` with trainer.precision=bf16 (docs/performance.md).
@@ -39,6 +40,8 @@ class UpdateRules:
 
     def __post_init__(self) -> None:
         check_types(self, "optim.")
+        exact = self.loss_scale in (None, "dynamic") or frexp(float(self.loss_scale))[0] == 0.5
+        require(exact, "optim.loss_scale", "null, dynamic or a power of two, which rounds nothing", self.loss_scale)
         only = self.clip is not None or not self.clip_globally
         require(only, "optim.clip_globally", "false with optim.clip=null", self.clip_globally)
 

@@ -160,8 +160,7 @@ class Reconstruct(BlockRunner):
         if version is None or not self.versions.reconstructs_with_current:
             return self.function.inverse_vjp(m, y, dy, version)
         # Reconstruct with the current parameters, but compute the gradient at the stashed version.
-        recomputed = self.with_graph(m, self.function.inverse(m, y), version)
-        return self.differentiate(recomputed, dy, version)
+        return self.differentiate(self.with_graph(m, self.function.inverse(m, y), version), dy, version)
 
 
 class WrappedRunner(BlockRunner):

@@ -168,8 +168,7 @@ class Timetable:
     @property
     def finished(self) -> bool:
         """Whether all steps have run."""
-        last = self.forwards[-1] if self._delays is None else self._backwards[0]
-        return bool(last >= self.stop)
+        return bool((self.forwards[-1] if self._delays is None else self._backwards[0]) >= self.stop)
 
     def _next_steps(self) -> tuple[NDArray[np.bool_], Numbers]:
         """Return whether the next step of each stage is a forward, and the first round in which its message can be used.

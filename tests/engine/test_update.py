@@ -1,6 +1,7 @@
 """Updates of stages compared with plain autograd: clipping, averages, loss scale, non-finite values, state, hooks."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,7 @@ test_invalid_rules_raise = refuses(
     ({"average": 1.0}, r"optim\.average: expected null or a number > 0 and < 1, got 1\.0"),
     ({"loss_scale": "big"}, r"optim\.loss_scale: expected null, a number > 0 or dynamic, got big"),
     ({"loss_scale": float("inf")}, r"optim\.loss_scale: expected null, a number > 0 or dynamic, got inf"),
+    ({"loss_scale": 1000.0}, r"optim\.loss_scale: expected null, dynamic or a power of two, .*, got 1000\.0"),
     ({"nonfinite": "go"}, r"optim\.nonfinite: expected stop or skip, got go"),
 )
 
@@ -92,6 +94,18 @@ def test_a_loss_scale_without_overflow_changes_nothing(scale: float | str, metho
     numbers = scaled.stage_metrics()
     assert numbers["stage/2/gradient_norm"] == pytest.approx(plain.stage_metrics()["stage/2/gradient_norm"])
     assert numbers["stage/2/loss_scale"] == (1024 if scale == 1024 else 2**16)
+
+
+@pytest.mark.parametrize("scale", [8.0, "dynamic"])
+def test_a_resumed_run_has_the_fixed_scale_that_it_asks_for(scale: Any, tmp_path: Path) -> None:
+    """A dynamic one starts from that of the checkpoint, which is saved in the middle of an update."""
+    runs = [pipeline(UpdateRules(loss_scale=s), "petra") for s in (1024.0, scale)]
+    runs[0].train(RandomSource(), 5)
+    Checkpoints(tmp_path).save(runs[0], {})
+    for run in (runs[0], restored(runs[1], tmp_path)):
+        run.train(RandomSource(), 3)
+    assert runs[1].stage_metrics()["stage/1/loss_scale"] == (1024 if scale == "dynamic" else scale)
+    assert_equal(runs[1].state_dict(), runs[0].state_dict())
 
 
 class Overflow(torch.autograd.Function):

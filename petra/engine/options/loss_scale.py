@@ -61,8 +61,8 @@ class LossScale(Part):
         return {"good": self.good, "scale": self.scale}
 
     def load(self, numbers: Mapping[str, Any]) -> None:
-        """Restore saved values. A run without a loss scale has saved none."""
-        if "scale" in numbers:
+        """Restore the values of a dynamic scale. A run without a loss scale has saved none."""
+        if self.dynamic and "scale" in numbers:
             self.good, self.scale = (scalar(numbers[key], self.good.device) for key in ("good", "scale"))
 
     def metrics(self) -> dict[str, float]:
