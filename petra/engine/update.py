@@ -114,8 +114,9 @@ class ScaleGradients(Part):
         self._parameters = parameters
 
     def run(self, pending: Pending) -> None:
-        if self._parameters and pending.factor is not None:
-            foreach_mul_([p.grad for p in self._parameters], pending.factor.to(self._parameters[0].grad_dtype))
+        if pending.factor is not None:
+            for kind in {p.grad_dtype for p in self._parameters}:
+                foreach_mul_([p.grad for p in self._parameters if p.grad_dtype is kind], pending.factor.to(kind))
 
 
 class OptimizerStep(Part):

@@ -295,8 +295,7 @@ def training_rounds(
     delays: Sequence[int], boundary_delays: Sequence[int], start: int, stop: int, flush_every: int | None = None
 ) -> PeriodicRounds[list[Step]]:
     """Return the rounds of the timetable that trains microbatches ``start`` … ``stop`` − 1. Arguments are those of Timetable."""
-    timetable = Timetable(delays, boundary_delays, start, stop, flush_every)
-    return PeriodicRounds(timetable, flush_every or 1, Round.steps)
+    return PeriodicRounds(Timetable(delays, boundary_delays, start, stop, flush_every), flush_every or 1, Round.steps)
 
 
 def evaluation_rounds(boundary_delays: Sequence[int], stop: int) -> PeriodicRounds[list[Step]]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from petra import Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
+from petra import BlockSpec, Method, Model, NumericsError, Pipeline, TensorSpec, UpdateRules
 from petra.engine.options.finite_check import FiniteCheck
 from petra.engine.options.loss_scale import GROWTH_INTERVAL, LossScale
 from petra.settings import Numerics
 from petra.training import Checkpoints
-from tests.support.nets import RandomSource, assert_equal, make_pipeline, mixed, mixed_net, restored, sgd, weights
+from tests.support.nets import RandomSource, Recorder, assert_equal, gradients, make_pipeline, mixed, mixed_net, restored, sgd
 from tests.support.refusals import refuses
 
 SMALL, BROKEN = RandomSource(size=2), RandomSource(changes={4: lambda x: x * torch.inf})
@@ -106,6 +106,27 @@ def test_a_resumed_run_has_the_fixed_scale_that_it_asks_for(scale: Any, tmp_path
         run.train(RandomSource(), 3)
     assert runs[1].stage_metrics()["stage/1/loss_scale"] == (1024 if scale == "dynamic" else scale)
     assert_equal(runs[1].state_dict(), runs[0].state_dict())
+
+
+class Shorter(nn.Module):
+    """A linear layer in bfloat16, and one in the type of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 8).bfloat16(), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.flatten(1).bfloat16()).to(x.dtype))  # type: ignore[no-any-return]
+
+
+def test_clipping_does_not_round_its_factor_to_the_type_of_another_parameter() -> None:
+    data, net = RandomSource(size=2, dtype=torch.float32), Model("short", (BlockSpec("all", Shorter),))
+    run, plain = make_pipeline(net, data.spec, optimizer=Recorder, rules=UpdateRules(clip=0.123)), net.build(0)
+    run.train(data, 1)
+    F.cross_entropy(plain(data.inputs(0)), data.targets(0)).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 0.123)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(gradients(run)[name], p.grad, rtol=1e-5 if "second" in name else 1e-2, atol=1e-6)
 
 
 class Overflow(torch.autograd.Function):
@@ -236,7 +257,7 @@ def test_statistics_that_a_skipped_update_restores_are_saved(method: str, bad: i
 def test_statistics_that_are_loaded_or_edited_outlast_a_skipped_update(edited: bool) -> None:
     run = pipeline(UpdateRules(nonfinite="skip"), "petra")
     run.train(RandomSource(), 3 * edited)  # an edit in the middle of an update
-    state = {key: value + 0.25 for key, value in weights(run).items() if "running" in key}
+    state = {key: value + 0.25 for key, value in run.state_dict().items() if "running" in key}
     if edited:
         for key, value in state.items():
             run.state_dict()[key].copy_(value)
