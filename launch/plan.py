@@ -276,9 +276,11 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         lines += [NOT_TRAINED] * any(not row.memory for row in rows)
         lines += [] if task is None else [f"loss above exact: measured on {TASKS[task].what} ({PAGE})"]
     chosen = recommend(rows)
-    own = ("method=", "method.", "trainer.stages=", "trainer.memory_limit=")
-    others = [word for word in overrides if not word.lstrip("+~").startswith(own)]
     for reason, best in chosen.items():
+        plan = setup.with_choice(best.tuned.stages, best.tuned.delay, best.method, best.tuned.keep).plan
+        unused = ["trainer.stored_format="] * (plan.numerics.stored_format is None)
+        own = ("method=", "method.", "trainer.stages=", "trainer.memory_limit=", *unused)
+        others = [word for word in overrides if not word.lstrip("+~").startswith(own)]
         words = best.setting(others)
         lines += [f"recommended: {' '.join(words)}", f"chosen {reason}"]
         lines.append(_command([*others, *words], count * config.dp, options.per_machine))

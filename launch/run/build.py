@@ -90,10 +90,18 @@ class Setup:
         method: Method | None = None,
         keep: Sequence[Keep | str] | None = None,
     ) -> Setup:
-        """Return the setup with the chosen values for all settings that were ``auto``, for its own or another method."""
+        """Return the setup with the chosen values for all settings that were ``auto``, for its own or another method.
+
+        If no block stores its input by a choice of ``keep``, the plan is one without ``trainer.stored_format``.
+        """
         method = replace(method or self.plan.method, delay=delay if isinstance(delay, int) else tuple(delay))
         method = method if keep is None else replace(method, keep=tuple(map(Keep, keep)))
-        plan = _plan(self.config, self.plan.model, method, list(stages), self.processes, self.device)
+        config, stored = self.config, self.config.trainer.stored_format
+        if keep is not None:
+            config = replace(config, trainer=replace(config.trainer, stored_format=None))
+        plan = _plan(config, self.plan.model, method, list(stages), self.processes, self.device)
+        if any(Keep.INPUT in stage.keeps for stage in plan.stages):
+            plan = replace(plan, numerics=replace(plan.numerics, stored_format=stored))
         return replace(self, plan=plan, auto=frozenset())
 
     def data(self, replicas: Replicas | None = None) -> tuple[TrainSource, EvalSource]:
@@ -291,7 +299,7 @@ def _plan(config: Config, model: Model, method: Method, stages: int | list[int] 
             refetch=refetch,
         )
     except ConfigError as error:  # names the argument
-        raise ConfigError(re.sub("^(stages|transport|exact_streams): ", r"trainer.\1: ", str(error))) from error
+        raise ConfigError(re.sub("^(stages|transport|exact_streams|stored_format): ", r"trainer.\1: ", str(error))) from error
 
 
 def _check_data_fits(config: Config) -> None:

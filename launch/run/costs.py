@@ -196,7 +196,10 @@ def _tuned(setup: Setup, process: Process) -> Setup:
         times = ", ".join(f"{1e3 * (cost.forward + cost.backward):.3g}" for cost in found.costs)
         stores = "" if found.keep is None else f", keep={_counted(found.keep)} within {limit:.3g} GB per stage"
         print(f"chosen: stages={list(found.stages)}, delay={found.delay}{stores}; F + B of the stages: {times} ms", flush=True)
-    return replace(setup.with_choice(found.stages, found.delay, keep=found.keep), limit=limit)
+    tuned = replace(setup.with_choice(found.stages, found.delay, keep=found.keep), limit=limit)
+    if process.first and tuned.plan.numerics.stored_format != setup.config.trainer.stored_format:
+        log.warning("trainer.stored_format is not used: by the choice for method.keep=auto, no block stores its input")
+    return tuned
 
 
 def _counted(keeps: Sequence[Keep]) -> str:

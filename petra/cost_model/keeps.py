@@ -73,7 +73,8 @@ def count_memory(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known, 
     model, numerics, stored, fixed = plan.model, plan.numerics, list[dict[Keep, int]](), list[int]()
     for keep in (Keep.NOTHING, Keep.GRAPH):
         method = Method("blocks", 2, keep, plan.method.weights if plan.method.weights is not Weights.DOUBLE else Weights.STASHED)
-        single = make_plan(model, plan.layout.inputs, method=method, k=plan.k, numerics=numerics)
+        # A plan in which no block stores its input refuses stored_format. Blocks are counted with it below.
+        single = make_plan(model, plan.layout.inputs, method=method, k=plan.k, numerics=replace(numerics, stored_format=None))
         for b, stage in enumerate(single.stages):
             last = targets if b == len(single.stages) - 1 else None
             found = count_stage(model, stage, numerics, recipe=recipe, run=single, targets=last, known=known)
