@@ -113,7 +113,7 @@ def predict_memory(
 def stored_activations(plan: Plan) -> list[int]:
     """Return the bytes of activations that each stage stores between forward and backward, for all microbatches in flight."""
     known = Known()
-    return [stage.in_flight * count_stage(plan.model, stage, plan.numerics, known=known).stored for stage in plan.stages]
+    return [stage.in_flight * count_stage(plan.model, stage, plan.numerics, run=plan, known=known).stored for stage in plan.stages]
 
 
 def _count_stages(plan: Plan, recipe: Recipe, targets: TensorSpec, known: Known, remote: NDArray[np.bool_]) -> list[StageMemory]:

@@ -15,6 +15,7 @@ from petra.diagnostics.process_memory import rounded
 from petra.engine.build import make_stage
 from petra.engine.endpoints import LossPort
 from petra.engine.options.bf16_weights import MasterWeights, shorten
+from petra.engine.options.frozen import ForwardStage
 from petra.engine.options.sharding import divide, elements, keep_share
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
@@ -85,7 +86,8 @@ def count_stage(
     """Count the memory of a stage. Equal stages are counted once. Needs neither a GPU nor the memory that it counts.
 
     Args:
-        recipe, run: Training settings, and the plan that extensions read; None if neither the optimizer nor the loss counts.
+        recipe, run: Training settings, and the plan that extensions read and that tells which stages only run forward; None if
+            neither the optimizer nor the loss counts, and if all stages run backward.
         targets: Shape and type of a microbatch's targets if the stage is the last one.
         before: The stage before it if that is in the same process.
         returns_input: As for :class:`petra.engine.stage.Stage`.
@@ -96,38 +98,42 @@ def count_stage(
         PetraError: If this torch has no FakeTensorMode, or the optimizer reads values, such as basis rotation.
     """
     known, parts = {} if known is None else known, [stage] if before is None else [before, stage]
+    trained = [run is None or all(each.backward_bytes for each in run.boundaries[part.index : part.index + 1]) for part in parts]
     kinds = [tuple(model.blocks[b].kind for b in part.blocks) for part in parts]
-    forms = [(part.blocks.start == 0, part.inputs, part.keeps, part.weights, part.staleness > 0) for part in parts]
+    forms = [(p.blocks.start == 0, p.inputs, p.keeps, p.weights, p.staleness > 0, t) for p, t in zip(parts, trained, strict=True)]
     key = (*zip(kinds, forms, strict=True), returns_input, remote, targets, recipe and bool(recipe.extensions) * stage.staleness)
     if key not in known:
         modules = [[_on_meta(model.blocks[b]).train() for b in part.blocks] for part in parts]
         with fake_tensor_mode(), LiveBytes() as live:
             first = _receiver(boundary(parts[0].inputs, Keep.INPUT, numerics, 0).forward, remote[0])
             stages, once = [], dict[Hashable, Tensor]()
-            for part, blocks in zip(parts, modules, strict=True):
+            for part, blocks, has_backward in zip(parts, modules, trained, strict=True):
                 for module in blocks:
                     _fake_module(module, numerics.channels_last, once)
-                stages.append(
-                    make_stage(
-                        blocks,
-                        part.keeps,
-                        first_block=min(part.blocks.start, 1),
-                        weights=part.weights,
-                        numerics=numerics,
-                        overwritten=part.staleness > 0 and part.weights is Weights.CURRENT,
-                        returns_input=returns_input,
-                        outputs=part.outputs,
-                        fetch=lambda m: first(m)[0],
-                    )
+                made = make_stage(
+                    blocks,
+                    part.keeps,
+                    first_block=min(part.blocks.start, 1),
+                    weights=part.weights,
+                    numerics=numerics,
+                    overwritten=part.staleness > 0 and part.weights is Weights.CURRENT,
+                    returns_input=returns_input,
+                    outputs=part.outputs,
+                    fetch=lambda m: first(m)[0],
                 )
+                stages.append(made if has_backward else _only_forward(made))
             receive = first if before is None else lambda m: (stages[0].forward(m, *first(m)),)
-            answer = _receiver(boundary(stage.outputs, stage.keeps[-1], numerics, 0).backward, remote[1])
+            answer = _receiver(boundary(stage.outputs, stage.keeps[-1], numerics, 0, trained[-1]).backward, remote[1])
             after: Any = SimpleNamespace(send=lambda m, message: None, receive=answer)
             if recipe is not None and targets is not None:
                 after = LossPort(CPU, recipe.losses, recipe.metrics)
                 after.start(SimpleNamespace(targets=lambda m: _empty(targets)), 0, 0)
             known[key] = _count(stages[-1], stage, receive, after, recipe, run, live)
     return known[key]  # type: ignore[no-any-return]
+
+
+def _only_forward(stage: Stage) -> Stage:
+    return ForwardStage(stage.runners, stage.gradients, channels_last=stage.channels_last)
 
 
 def _count(

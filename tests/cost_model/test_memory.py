@@ -1,7 +1,9 @@
 """Memory that a GPU will reach, against sizes counted by hand, and against the bytes that live while the engine trains."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,10 @@ class Zeros:
         return torch.zeros(8, dtype=torch.int64)
 
 
+def untrained(build: Callable[[], nn.Module]) -> nn.Module:
+    return build().requires_grad_(False)
+
+
 def peaks(
     method: str | Method,
     stages: int,
@@ -117,10 +123,17 @@ def peaks(
     model: str = "revnet18",
     bf16: bool = False,
     autocast: bool = False,
+    frozen: int = 0,
     **values: Any,
 ) -> Any:
-    """Return the most bytes of real tensors while a pipeline is built and trained in one process, and the prediction."""
+    """Return the most bytes of real tensors while a pipeline is built and trained in one process, and the prediction.
+
+    Args:
+        frozen: Number of blocks, from the first, that are not trained.
+    """
     net, inputs = MODELS[model](5, width=0.25), TensorSpec((8, 3, 32, 32), torch.float32)
+    blocks = (BlockSpec(b.name, partial(untrained, b.build)) if i < frozen else b for i, b in enumerate(net.blocks))
+    net = Model(net.name, tuple(blocks)) if frozen else net
     numerics, rules = (
         Numerics(torch.bfloat16 if bf16 or autocast else None, message_format=wire),
         UpdateRules(weights="bf16" if bf16 else "float32"),
@@ -145,6 +158,13 @@ def peaks(
 def test_peak_is_that_of_the_engine(method: str, stages: int, wire: str | None) -> None:
     measured, predicted = peaks(method, stages, wire)
     assert measured <= predicted <= 1.09 * measured
+
+
+@pytest.mark.parametrize(("method", "stages", "frozen"), [("petra", 5, 6), ("petra", 5, 5), ("dsp", 5, 6)])
+def test_stages_before_the_first_trained_parameter_only_run_forward(method: str, stages: int, frozen: int) -> None:
+    """The first trained parameter may be in the middle of a stage, which runs backward as a whole. Its check needs some more."""
+    measured, predicted = peaks(method, stages, frozen=frozen)
+    assert 0.99 * measured <= predicted <= 1.09 * measured
 
 
 @pytest.mark.parametrize(("rows", "width", "layers"), [(4, 512, 1), (4, 256, 3), (8192, 16, 2)])
