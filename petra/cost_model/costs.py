@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from statistics import fmean, median
 from typing import Any
@@ -37,6 +37,7 @@ class BlockCost:
         graph_forward, graph_backward: Times with ``keep=graph``.
         update: Time of one update of the block's parameters.
         weights: Part of either backward that computes the gradients of the parameters.
+        trained: Whether the block has trained parameters.
     """
 
     name: str
@@ -48,6 +49,7 @@ class BlockCost:
     graph_backward: float
     update: float = 0.0
     weights: float = 0.0
+    trained: bool = field(default=True, kw_only=True)
 
     def seconds(self, keep: Keep) -> tuple[float, float]:
         """Return the times of forward and backward."""
@@ -82,14 +84,18 @@ class StageCost:
 
 
 def pipeline_costs(stages: Sequence[Sequence[BlockCost]], keeps: Sequence[Sequence[Keep]]) -> list[StageCost]:
-    """Return the costs of all stages of a pipeline, given the blocks of each stage and what each block stores."""
-    found, backward_bytes = list[StageCost](), 0
+    """Return the costs of all stages of a pipeline, given the blocks of each stage and what each block stores.
+
+    Stages before the first trained parameter only run forward.
+    """
+    found, backward_bytes, trained = list[StageCost](), 0, False
     for blocks, kept in zip(stages, keeps, strict=True):
+        trained = trained or any(block.trained for block in blocks)
         forward, backward = (sum(times) for times in zip(*map(BlockCost.seconds, blocks, kept), strict=True))
         update, weights = sum(block.update for block in blocks), sum(block.weights for block in blocks)
         forward_bytes, returned = _message_bytes(blocks[-1].boundaries[kept[-1]])
-        found.append(StageCost(forward, backward, update, forward_bytes, backward_bytes, weights))
-        backward_bytes = returned
+        found.append(StageCost(forward, trained * backward, update, forward_bytes, backward_bytes, trained * weights))
+        backward_bytes = trained * returned
     return found
 
 
@@ -195,7 +201,7 @@ def _alike(kinds: Sequence[Hashable], costs: Sequence[BlockCost]) -> tuple[Block
 
 def _block_cost(profile: BlockProfile, numerics: Numerics, times: Sequence[float]) -> BlockCost:
     boundaries = {keep: boundary(profile.outputs, keep, numerics, 0) for keep in Keep}
-    return BlockCost(profile.name, profile.reversible, boundaries, *times)
+    return BlockCost(profile.name, profile.reversible, boundaries, *times, trained=profile.trained)
 
 
 def _forward_backward_seconds(

@@ -15,6 +15,7 @@ from petra.cost_model.simulator import predict
 from petra.engine.recipe import Recipe
 from petra.errors import first_line
 from petra.huggingface.optimizers import like
+from petra.method import Keep
 from petra.plan import Plan
 from petra.specs import TensorSpec
 
@@ -39,7 +40,8 @@ def forecast(plan: Plan, recipe: Recipe, whole: torch.optim.Optimizer, kind: str
     found = predict(costs, plan.method, plan.k, processes=[owned for owned in plan.layout.processes if owned])
     if count == 1:
         return f"predicted memory: {_memory(plan, recipe, whole, kind, chunks)}; speed: unknown, as nothing is measured"
-    most = plan.layout.dp * sum(block.graph_forward + block.graph_backward for block in blocks) / found.period
+    single = pipeline_costs([[block] for block in blocks], [[Keep.GRAPH]] * len(blocks))
+    most = plan.layout.dp * sum(cost.forward + cost.backward for cost in single) / found.period
     speed = f"speed: unknown, as nothing is measured; by FLOPs, at most {most:.3g} times one process's in {count}"
     return f"predicted memory: {_memory(plan, recipe, whole, kind, chunks)}; {speed}"
 

@@ -1,19 +1,22 @@
 """Partitions and delays chosen by auto-tuning, the search within memory limits, and block costs against expected values."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
-from petra import METHODS, ConfigError, Keep, Method, TensorSpec
+from petra import METHODS, ConfigError, Keep, Method, Model, TensorSpec, make_plan
 from petra.cost_model.autotune import Tuned, choose_delays, search_within, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
 from petra.cost_model.machines import Device
 from petra.cost_model.memory import PredictedMemory
 from petra.models import revnet18
 from petra.plan.messages import Boundary, boundary
+from petra.plan.partition import partition_of
 from petra.settings import Numerics
 from tests.support.nets import RandomSource, mixed_net, sgd
 from tests.support.refusals import refuses
@@ -39,6 +42,17 @@ def test_messages_are_those_of_the_boundaries(graphs: tuple[int, ...], message_f
     for profile, (keep,), before, after in zip(profiles[:-1], keeps[:-1], costs[:-1], costs[1:], strict=True):
         messages = boundary(profile.outputs, keep, numerics, metrics=1)
         assert (before.forward_bytes, after.backward_bytes) == (messages.forward_bytes, messages.backward_bytes)
+
+
+def test_stages_before_the_first_trained_parameter_only_run_forward() -> None:
+    inputs, frozen = TensorSpec((2, 3, 32, 32), torch.float32), nn.Conv2d(3, 3, 1).requires_grad_(False)
+    layers = {"a": frozen, "b": deepcopy(frozen), "c": nn.Conv2d(3, 3, 1), "d": deepcopy(frozen)}
+    blocks = count_blocks(model := Model.of("mine", layers), inputs)
+    for sizes, backward in (([1, 1, 1, 1], [0, 0, 3, 3]), ([1, 2, 1], [0, 3, 3])):
+        costs = pipeline_costs([blocks[part.start : part.stop] for part in partition_of(sizes)], [[Keep.INPUT] * n for n in sizes])
+        plan = make_plan(model, inputs, method="dsp", stages=sizes)
+        assert [cost.backward_bytes for cost in costs[1:]] == [each.backward_bytes for each in plan.boundaries]
+        assert [cost.backward / cost.forward for cost in costs] == backward
 
 
 @pytest.mark.parametrize("method", [METHODS["pipedream_2bw"], replace(PETRA, max_updates=1)], ids=["double", "paci"])
