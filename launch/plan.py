@@ -277,7 +277,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         lines += [] if task is None else [f"loss above exact: measured on {TASKS[task].what} ({PAGE})"]
     chosen = recommend(rows)
     for reason, best in chosen.items():
-        plan = setup.with_choice(best.tuned.stages, best.tuned.delay, best.method, best.tuned.keep).plan
+        plan = alone.with_choice(best.tuned.stages, best.tuned.delay, best.method, best.tuned.keep).plan
         unused = ["trainer.stored_format="] * (plan.numerics.stored_format is None)
         own = ("method=", "method.", "trainer.stages=", "trainer.memory_limit=", *unused)
         others = [word for word in overrides if not word.lstrip("+~").startswith(own)]
