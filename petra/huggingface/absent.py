@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from petra.errors import ModelError, invalid
+from petra.torch_private import tree_leaves
 
 NAMES = (
     "shape dtype device ndim is_leaf grad grad_fn is_cuda is_cpu is_mps is_xpu is_meta is_sparse is_quantized layout nbytes "
@@ -51,7 +52,7 @@ class Absent(Tensor):
             first, *_ = arguments[0]
             shape = (sum(map(len, arguments[0])), *first.shape[1:])
             return Absent.of(shape, first.dtype, first.device, first.what)  # parts of one batch
-        found = next(each for each in _tensors((arguments, named)) if isinstance(each, Absent))
+        found = next(each for each in tree_leaves((arguments, named)) if isinstance(each, Absent))
         raise invalid(*found.what, ModelError)
 
     def __hash__(self) -> int:
@@ -59,16 +60,6 @@ class Absent(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{self.what[0]}, {tuple(self.shape)}, in another process"
-
-
-def _tensors(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    else:
-        yield value
 
 
 class AbsentWeights(dict[str, Any]):
