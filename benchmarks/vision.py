@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch import nn
 
 from benchmarks.records import recorded
 from benchmarks.report import best_rate, machine, show_records
+from benchmarks.staleness.cells import Cell
 from benchmarks.staleness.figures import shown
 from launch.runtime.terminal import command
 from petra import METHODS, Numerics, Pipeline, Recipe, TensorSpec
@@ -56,7 +58,9 @@ NETWORK: dict[str, Callable[[int], Model]] = {
     "wide": lambda classes: revnet18(classes, width=2 * WIDTH),
     "revnet38": revnet38,
 }
-"""Networks by name: functions of the number of classes. the benchmark's, one twice as wide, and that of Gomez et al. (2017)."""
+"""Networks by name: functions of the number of classes. The benchmark's, one twice as wide, and that of Gomez et al. (2017)."""
+REMEDIES = ("none", "feedback", "prediction", "fitted")
+"""Names of remedies, which are those of ``benchmarks.staleness``."""
 
 
 class NormalizedMuon(Muon):
@@ -112,17 +116,23 @@ class Setting(NamedTuple):
     method: str
     optimizer: str = "sgd"
     network: str = "revnet18"
+    remedy: str = "none"
 
     @property
     def name(self) -> str:
         """Beginning of the names of its records."""
         others = [] if self.optimizer == "sgd" else [self.optimizer]
-        others += [] if self.network == "revnet18" else [self.network]
+        others += [part for part, usual in ((self.network, "revnet18"), (self.remedy, "none")) if part != usual]
         return "_".join([self.method.replace(", d = ", "_d"), *others])
+
+    @property
+    def shown(self) -> str:
+        """The optimizer, and the remedy if there is one."""
+        return self.optimizer if self.remedy == "none" else f"{self.optimizer}, {self.remedy}"
 
 
 def setting_of(record: dict[str, Any]) -> Setting:
-    """Return the setting of a record; those that name no optimizer or network have the first ones."""
+    """Return the setting of a record; those that name no optimizer, network or remedy have the first ones."""
     return Setting(**{name: record[name] for name in Setting._fields if name in record})
 
 
@@ -140,10 +150,17 @@ def train(name: str, setting: Setting, rate: float, epochs: int, seed: int, data
     source = TrainSource(part_of(data.train, 0, TRAINING, augment=True), BATCH, seed)
     chosen = EvalSource(part_of(data.train, TRAINING, VALIDATION, augment=False), BATCH)
     schedule = MultiStep(rate, source.batches_per_epoch, epochs, warmup_epochs=1, milestones=(epochs // 2, epochs * 3 // 4))
+    remedies = Cell("petra", optimizer=setting.optimizer.removeprefix("normalized_"), remedy=setting.remedy)
     pipeline = Pipeline(
         NETWORK[setting.network](data.classes),
         TensorSpec((BATCH, 3, data.size, data.size), torch.float32),
-        Recipe(OPTIMIZER[setting.optimizer][0], schedule, metrics={"accuracy": correct_predictions}, seed=seed),
+        Recipe(
+            OPTIMIZER[setting.optimizer][0],
+            schedule,
+            metrics={"accuracy": correct_predictions},
+            seed=seed,
+            extensions=remedies.make_remedies(),
+        ),
         method=METHOD[setting.method],
         k=K,
         numerics=Numerics(channels_last=True),
@@ -185,7 +202,8 @@ def search(setting: Setting, data: Dataset, out: Path) -> float:
 def grouped(found: Sequence[dict[str, Any]], *, final: bool) -> dict[Setting, list[dict[str, Any]]]:
     """Return final runs, or those of the search, by setting, in the order of the names above; no setting without runs."""
     rows = [row for row in found if ("test" in row) == final]
-    keys = (Setting(method, optimizer, network) for network in NETWORK for optimizer in OPTIMIZER for method in METHOD)
+    names = product(NETWORK, OPTIMIZER, METHOD, REMEDIES)
+    keys = (Setting(method, optimizer, network, remedy) for network, optimizer, method, remedy in names)
     groups = {key: [row for row in rows if setting_of(row) == key] for key in keys}
     return {key: group for key, group in groups.items() if group}
 
@@ -203,19 +221,20 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     others += f" | validation (%) after {', '.join(map(str, epochs))} epochs"
     lines = [f"| network | method | optimizer | staleness | rate | seeds | test accuracy (%) | {others} |", "|---" * 11 + "|"]
     for key, rows in final.items():
-        own, exact = accuracies[key], key._replace(method="backprop")
+        own, exact = accuracies[key], key._replace(method="backprop", remedy="none")
         alternatives = [k for k in final if (k.method, k.network) == ("backprop", key.network)]
         best = max(alternatives, key=lambda k: statistics.fmean(accuracies[k].values()), default=exact)
         below = ["" if key == other else shown(accuracies.get(other, {}), own) for other in (exact, best)]
-        above = "" if key.method == "petra" else shown(own, accuracies.get(key._replace(method="petra"), {}))
+        petra = key._replace(method="petra", remedy="none")
+        above = "" if key == petra else shown(own, accuracies.get(petra, {}))
         curve = ", ".join(f"{100 * statistics.fmean(row['validation'][epoch - 1] for row in rows):.1f}" for epoch in epochs)
-        cells = [key.network, key.method, key.optimizer, f"{rows[0]['staleness']:g}", f"{rows[0]['rate']:g}", str(len(rows))]
+        cells = [key.network, key.method, key.shown, f"{rows[0]['staleness']:g}", f"{rows[0]['rate']:g}", str(len(rows))]
         lines.append(f"| {' | '.join([*cells, f'{statistics.fmean(own.values()):.2f}', *below, above, curve])} |")
     lines += ["", "| network | method | optimizer | rate: validation accuracy (%) after the search's runs |", "|---" * 4 + "|"]
     for key, rows in grouped(found, final=False).items():
         tried = {row["rate"]: row["validation"][-1] for row in rows}
         text = "; ".join(f"{rate:g}: {100 * tried[rate]:.2f}" for rate in sorted(tried))
-        lines.append(f"| {key.network} | {key.method} | {key.optimizer} | {text} |")
+        lines.append(f"| {key.network} | {key.method} | {key.shown} | {text} |")
     return "\n".join(lines)
 
 
@@ -223,7 +242,7 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the mean curves of the final runs."""
     panels = []
     for key, label, unit in (("validation", "validation accuracy (%)", 100.0), ("train_loss", "training loss", 1.0)):
-        curves = {", ".join(own): [row[key] for row in rows] for own, rows in grouped(found, final=True).items()}
+        curves = {own.name: [row[key] for row in rows] for own, rows in grouped(found, final=True).items()}
         lines = {
             name: [(epoch, unit * statistics.fmean(values)) for epoch, values in enumerate(zip(*rows, strict=True), 1)]
             for name, rows in curves.items()
@@ -241,14 +260,15 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", choices=METHOD, default=list(METHOD), help="methods to train; all by default")
     parser.add_argument("--optimizer", choices=OPTIMIZER, default="sgd", help="optimizer of the runs")
     parser.add_argument("--network", choices=NETWORK, default="revnet18", help="network of the runs")
+    parser.add_argument("--remedy", choices=REMEDIES, default="none", help="remedy of the runs")
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="seeds of final runs; none searches only")
     parser.add_argument("--picture", type=Path, help="file of the picture")
     options = parser.parse_args()
     torch.set_num_threads(1)
     data: Any = load_dataset("cifar10", root=options.root) if options.methods else None
     for method in options.methods:
-        setting = Setting(method, options.optimizer, options.network)
-        exact = setting._replace(method="backprop")
+        setting = Setting(method, options.optimizer, options.network, options.remedy)
+        exact = setting._replace(method="backprop", remedy="none")
         rate = search(exact if method == "reversible" else setting, data, options.out)
         for seed in options.seeds[:1] if method == "reversible" else options.seeds:
             run(setting, rate, EPOCHS, seed, data, options.out)

@@ -294,6 +294,9 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
         with pytest.raises(KeyboardInterrupt):
             vision.run(vision.Setting("petra"), 0.1, 4, 0, data, tmp_path / "parts")
     assert vision.run(vision.Setting("petra"), 0.1, 4, 0, data, tmp_path / "parts")["validation"] == alone["validation"]
+    other = vision.run(vision.Setting("petra", remedy="feedback"), 0.1, 4, 0, data, tmp_path / "whole")
+    assert other["remedy"] == "feedback"
+    assert other["train_loss"] != alone["train_loss"]
     arguments = ["benchmark", str(tmp_path), "--out", str(tmp_path), "--methods", "petra"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--picture", str(tmp_path / "curves.png")])
     vision.main()
