@@ -14,6 +14,7 @@ from petra.errors import DataError, first_line, require
 from petra.method import METHODS
 
 from .config.schema import SECTIONS
+from .config.words import as_word
 from .run.folder import CHANGES, CONFIG, RECORD, best_accuracy, epochs_in, flat, load_config, records_in, rows_of, updates_in
 from .runtime.terminal import command, parser_for, path_argument, table
 
@@ -125,10 +126,7 @@ def _differing(runs: Mapping[str, dict[str, Any]]) -> list[str]:
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:
     """Return a value as on the command line; nothing if there is none."""
-    value = settings.get(key, "")
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return as_word(settings[key]) if key in settings else ""
 
 
 def _table(runs: Mapping[str, dict[str, Any]]) -> str:

@@ -40,6 +40,7 @@ from .config.catalogue import configurations
 from .config.compose import compose_overrides
 from .config.machines import LATENCY, SCALE, read_machines
 from .config.schema import AUTO, Config
+from .config.words import as_word
 from .run.build import Setup, set_numerics, set_up
 from .run.costs import MEMORY_PARTS, block_memories, show_progress, stage_memories
 from .run.expected import PAGE, TASKS, Expected, expected, in_range, setting_of, shown
@@ -161,7 +162,7 @@ class Candidate:
         if self.method.delay == () and not isinstance(found["method.delay"], list):  # a single stage has no boundary
             del wanted["method.delay"]
         plain = {key: [*value] if isinstance(value, tuple) else value for key, value in wanted.items() if key in found}
-        return [*group, *(f"{key}={_word(value)}" for key, value in plain.items() if value != found[key])]
+        return [*group, *(f"{key}={as_word(value)}" for key, value in plain.items() if value != found[key])]
 
 
 def predict_method(
@@ -379,15 +380,6 @@ def _samples(setup: Setup) -> float | None:
         return None
     batches = limited(train.batches_per_epoch, config.trainer.limit_batches) * config.trainer.epochs
     return float(batches * config.data.batch_size * (config.data.size if setup.unit == "tokens" else 1))
-
-
-def _word(value: object) -> str:
-    """Return a value as an override has it."""
-    if isinstance(value, list):
-        return f"[{','.join(map(str, value))}]"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def plain(value: float) -> str:

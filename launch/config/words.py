@@ -125,6 +125,16 @@ def unparsed(word: str, error: Exception) -> PetraError:
     return invalid("command line", "an override in Hydra's syntax", " ".join(f"{word} ({reason})".split()))
 
 
+def as_word(value: object) -> str:
+    """Return a value as an override has it: with the digits that give the same number back."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(as_word, value))}]"
+    if isinstance(value, float):
+        short = f"{value:g}"
+        return short if float(short) == value else repr(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def keys_of(overrides: Sequence[str]) -> set[str]:
     """Return the keys that overrides set."""
     return {override.lstrip("+~").partition("=")[0] for override in overrides}

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from launch import compare, evaluate, plan, tokenize
 from launch.bench import command as bench
 from launch.config.compose import command_line_configs, compose_overrides
+from launch.config.words import as_word, read_overrides
 from launch.run.folder import as_data, read_config
 from launch.runtime.rank import DUMPS, set_variables
 from petra import PetraError
@@ -197,3 +198,9 @@ def test_a_mistake_is_one_line_with_the_likely_meaning(words: str, message: str)
 )
 def test_other_commands_name_the_likely_meaning(main: Callable[..., None], words: list[str], message: str) -> None:
     assert refused(main, words) == message
+
+
+@pytest.mark.parametrize("value", [1.23456789e-3, 1e-5, 24.0, 3, None, True, [0, [True, None], 0.1 + 0.2], "input"])
+def test_a_value_written_as_an_override_is_read_as_the_same_value(value: object) -> None:
+    found = read_overrides([f"method.keep={as_word(value)}"]).method.keep
+    assert (OmegaConf.to_container(found) if isinstance(value, list) else found) == value
