@@ -64,9 +64,13 @@ def text_rows() -> Iterator[Row]:
         if name in exact:
             yield Row("text", None, cell.optimizer, "none", 0, 0, 0, loss, curve)
             continue
-        preset = "prediction_difference" if (cell.remedy, cell.optimizer) == ("prediction", "muon") else cell.remedy
         method, staleness, each = cell.make_method(), runs[0]["staleness"], found[name]
-        yield Row("text", method, cell.optimizer, REMEDY[preset], staleness, each.percent, each.half, loss, curve)
+        yield Row("text", method, cell.optimizer, remedy_of(cell.remedy, cell.optimizer), staleness, each.percent, each.half, loss, curve)
+
+
+def remedy_of(name: str, optimizer: str) -> str:
+    """Return the name of a cell's remedy in a configuration."""
+    return REMEDY["prediction_difference" if (name, optimizer) == ("prediction", "muon") else name]
 
 
 def image_rows() -> Iterator[Row]:
@@ -74,14 +78,15 @@ def image_rows() -> Iterator[Row]:
     runs = vision.grouped([*records_in(RECORDS / "vision.jsonl").values()], final=True)
     wrong = {key: {row["seed"]: 100 * (1 - row["test"]) for row in rows} for key, rows in runs.items()}
     for key, rows in runs.items():
-        own, (method, optimizer, network) = wrong[key], key
-        pairs = difference(own, wrong.get(key._replace(method="backprop"), {}))
-        if pairs is None or method == "reversible" or optimizer not in OPTIMIZERS or network != "revnet18":
+        own, (method, optimizer, network, remedy) = wrong[key], key
+        pairs = difference(own, wrong.get(key._replace(method="backprop", remedy="none"), {}))
+        known = optimizer in OPTIMIZERS and network == "revnet18" and remedy != "fitted"
+        if pairs is None or method == "reversible" or not known:
             continue
         curve = [statistics.fmean(each) for each in zip(*(row["train_loss"] for row in rows), strict=True)]
         of_updates = [loss for loss in curve for _ in range(rows[0]["updates"] // len(curve))]
         late, loss = None if method == "backprop" else vision.METHOD[method], statistics.fmean(own.values())
-        yield Row("images", late, optimizer, "none", rows[0]["staleness"], *pairs, loss, of_updates)
+        yield Row("images", late, optimizer, remedy_of(remedy, optimizer), rows[0]["staleness"], *pairs, loss, of_updates)
 
 
 def fine_tuning_rows() -> Iterator[Row]:
