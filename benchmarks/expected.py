@@ -17,7 +17,7 @@ from benchmarks.records import RECORDS
 from benchmarks.staleness import costs, law
 from benchmarks.staleness.cells import CELLS
 from benchmarks.staleness.figures import difference, final, final_runs, read_all
-from launch.run.expected import REMEDIES
+from launch.run.expected import FILTERS, REMEDIES
 from launch.run.folder import records_in
 from petra import METHODS, Method
 from petra.method import Keep
@@ -65,7 +65,8 @@ def text_rows() -> Iterator[Row]:
             yield Row("text", None, cell.optimizer, "none", 0, 0, 0, loss, curve)
             continue
         method, staleness, each = cell.make_method(), runs[0]["staleness"], found[name]
-        yield Row("text", method, cell.optimizer, remedy_of(cell.remedy, cell.optimizer), staleness, each.percent, each.half, loss, curve)
+        remedy = remedy_of(cell.remedy, cell.optimizer)
+        yield Row("text", method, cell.optimizer, remedy, staleness, each.percent, each.half, loss, curve)
 
 
 def remedy_of(name: str, optimizer: str) -> str:
@@ -86,7 +87,8 @@ def image_rows() -> Iterator[Row]:
         curve = [statistics.fmean(each) for each in zip(*(row["train_loss"] for row in rows), strict=True)]
         of_updates = [loss for loss in curve for _ in range(rows[0]["updates"] // len(curve))]
         late, loss = None if method == "backprop" else vision.METHOD[method], statistics.fmean(own.values())
-        yield Row("images", late, optimizer, remedy_of(remedy, optimizer), rows[0]["staleness"], *pairs, loss, of_updates)
+        filters = FILTERS * (optimizer == "muon")
+        yield Row("images", late, optimizer + filters, remedy_of(remedy, optimizer), rows[0]["staleness"], *pairs, loss, of_updates)
 
 
 def fine_tuning_rows() -> Iterator[Row]:

@@ -26,6 +26,8 @@ REMEDIES = {
     "prediction=difference": "prediction_difference",
 }
 """Presets of the group ``remedy`` by the name of a configuration's remedy."""
+FILTERS = " optim.filters=true"
+"""What the optimizer of images has besides its name if it is Muon for filters, as on a command line."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,10 @@ class Expected:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides how much staleness costs. See :class:`petra.Method`, ``optim`` and ``remedy`` of a configuration."""
+    """What decides how much staleness costs. See :class:`petra.Method`, ``optim`` and ``remedy`` of a configuration.
+
+    ``optimizer`` is the name of a preset, and :data:`FILTERS` if Muon updates the filters of a network for images.
+    """
 
     task: str
     keep: Keep
@@ -113,7 +118,8 @@ def setting_of(setup: Setup, method: Method) -> Setting | None:
         return None
     reversible = any(profile.reversible for profile in setup.plan.layout.profiles)  # other blocks store their input
     keep = Keep.INPUT if method.keep is Keep.NOTHING and not reversible else method.keep
-    return Setting(task, keep, method.weights, config.optim.name.lower(), config.remedy.name)
+    filters = FILTERS if task == "images" and config.optim.options.get("filters") else ""
+    return Setting(task, keep, method.weights, config.optim.name.lower() + filters, config.remedy.name)
 
 
 def expected(setting: Setting | None, staleness: float) -> Expected | None:
