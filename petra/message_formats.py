@@ -54,6 +54,6 @@ class MessageFormat:
 
 MESSAGE_FORMATS = {"bf16": MessageFormat("bfloat16")}
 """Formats by name, beside those of few bits."""
-_MARKS = ("", "_token", "_message"), ("", "_hadamard"), ("", "_stochastic")
-FEW_BITS = tuple("".join(p) for p in product(("int8", "int4", "float8"), *_MARKS) if (p[0], p[3]) != ("float8", "_stochastic"))
-"""Names of the formats of :mod:`petra.quantization`: elements, what has a scale (by default a tensor), rotation, rounding."""
+_MARKS = ("", "_token"), ("", "_stochastic")
+FEW_BITS = tuple("".join(p) for p in product(("int8", "int4", "float8"), *_MARKS) if (p[0], p[2]) != ("float8", "_stochastic"))
+"""Names of the formats of :mod:`petra.quantization`: elements, what has a scale (by default a tensor), rounding."""

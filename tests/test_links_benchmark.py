@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.links import figures
 from benchmarks.links.cells import CELLS, LinkCell, bytes_per_token
+from benchmarks.records import RECORDS
 
 
 def test_narrow_networks_have_the_parameters_of_the_full_ones() -> None:
@@ -27,6 +28,12 @@ def test_bytes_are_those_of_the_streams_and_of_all_that_travels_with_them() -> N
         (LinkCell("petra", 8, "muon", x="int8", delta="int4"), (112 + 1 + 0.5, 112 + 56 + 1.25)),
     ):
         assert bytes_per_token(cell) == pytest.approx(expected, abs=0.01), cell.name
+
+
+def test_the_table_is_that_of_the_records() -> None:
+    records = figures.read_all([RECORDS / f"{name}.jsonl" for name in ("links", "staleness")])
+    page = (RECORDS.parent / "links.md").read_text(encoding="utf-8")
+    assert figures.table(figures.points(records)) in page
 
 
 def record(cell: Any, seed: int, bits: float, rate: float = 0.008) -> dict[str, Any]:

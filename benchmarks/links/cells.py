@@ -90,27 +90,18 @@ FULL = tuple(
     LinkCell(method, k, "muon", model=model) for model, method, k in product(("revgpt", "revgpt_2m"), ("petra", "dsp"), (8, 32))
 )
 """Full streams."""
-VARIANTS = (
-    ("bf16", "bf16"),
-    ("int8", "int8"),
-    ("int8_token", "int8_token"),
-    ("float8_token", "float8_token"),
-    ("int4_token", "int8_token"),
-    ("int4_token_hadamard", "int8_token"),
-    ("int4_token_hadamard", "int4_token_hadamard"),
-    ("int4_token_hadamard", "int4_token_hadamard_stochastic"),
+FORMATS = (
+    *(LinkCell("dsp", 8, "muon", x=name, delta=name) for name in ("bf16", "int8", "int8_token", "float8_token")),
+    LinkCell("dsp", 8, "muon", x="int4_token", delta="int8_token"),
 )
 """Formats of x and δ that are screened, with one layer per stage, so that PETRA without x̃ is ``dsp``."""
-FORMATS = tuple(LinkCell("dsp", 8, "muon", x=x, delta=delta) for x, delta in VARIANTS)
 RETURNED = (LinkCell("petra", 8, "muon", x="int8_token", delta="int8_token"),)
 """x̃ in few bits."""
 STORED = (LinkCell("dsp", 8, "muon", stored="bf16"), LinkCell("dsp", 8, "muon", stored="int8_token"))
 """Stored inputs of fewer bits."""
 JOINT = tuple(
     LinkCell("dsp", k, "muon", stream=stream, x=x, delta=delta)
-    for stream, (x, delta) in product(
-        (14, 28), (("bf16", "bf16"), ("int8_token", "int8_token"), ("int4_token_hadamard", "int8_token"))
-    )
+    for stream, (x, delta) in product((14, 28), (("bf16", "bf16"), ("int8", "int8"), ("int8", "int4_token_stochastic")))
     for k in (8, 32)
 )
 """Narrow streams in few bits."""

@@ -139,8 +139,8 @@ class TrainerConfig:
         exact_streams: Round terms of sums in reversible blocks, so that, with unchanged weights, reconstruction is exact bit for
             bit.
         message_format: Format in which stages send streams: null: their own type; bf16: streams and gradients in bf16; int8, int4
-            and float8: elements of few bits forward, with a scale for each tensor, or, after an underscore, for each token or for
-            the whole message; hadamard: with rotated channels; stochastic: rounded at random.
+            and float8: elements of few bits forward, with a scale for each tensor, or, with token, for each token; stochastic:
+            rounded at random.
         gradient_format: Format in which stages send gradients; reconstructed streams then travel back as message_format. null: both
             as message_format if it is bf16, otherwise in their own type.
         stored_format: Format in which blocks store their inputs between forward and backward; null: their own type.

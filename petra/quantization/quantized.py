@@ -1,8 +1,8 @@
 """Formats of few bits: elements times scales, which travel with them.
 
-A scale is the largest magnitude of its part of a message, divided by the largest element. A rotation spreads large entries over all
-channels before that (as in "QuaRot", Ashkboos et al. 2024). Stochastic rounding is unbiased: its random numbers are a hash of the
-position and of all entries of the part, so they need no state, and are the same whenever and wherever the same tensors are packed.
+A scale is the largest magnitude of its part of a message, divided by the largest element. Stochastic rounding is unbiased: its
+random numbers are a hash of the position and of all entries of the message, so they need no state, and are the same whenever and
+wherever the same tensors are packed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,15 +30,12 @@ class Quantized(MessageFormat):
 
     Attributes:
         kind: ``int8`` (-127 to 127), ``int4`` (-7 to 7) or ``float8`` (E4M3).
-        scale: What has a scale of its own: each ``tensor``, the whole ``message``, or each ``token``, the channels of one position.
-            Scales are float32; those of tokens are bf16.
-        rotated: Whether the channels are rotated.
+        scale: What has a scale of its own: each ``tensor`` (float32), or each ``token``, the channels of one position (bf16).
         stochastic: Whether integers are rounded up with the probability of the fraction that rounding off would drop.
     """
 
     kind: str = "int8"
     scale: str = "tensor"
-    rotated: bool = False
     stochastic: bool = False
 
     def elements(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
@@ -49,26 +44,20 @@ class Quantized(MessageFormat):
     def factors(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
         if self.scale == "token":
             return [tuple(1 if i == _channel(shape) else size for i, size in enumerate(shape)) for shape in shapes]
-        return [(1,)] * (len(shapes) if self.scale == "tensor" else 1)
+        return [(1,)] * len(shapes)
 
     def pack(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        values = [_rotated(t) if self.rotated else t for t in tensors]
-        ranges = [self._range(t) for t in values]
-        ranges = [torch.cat(ranges).amax(0, keepdim=True)] if self.scale == "message" else ranges
-        scales = [size.div(LARGEST[self.kind]).clamp(min=1e-30) for size in ranges]  # zeros have one, too
+        scales = [self._range(t).div(LARGEST[self.kind]).clamp(min=1e-30) for t in tensors]  # zeros have one, too
         scales = [scale.to(getattr(torch, self.factor_dtype)) for scale in scales]
-        key = torch.stack([t.float().contiguous().view(torch.int32).sum() for t in values]).sum() if self.stochastic else None
-        used = scales if len(scales) == len(values) else scales * len(values)
-        return [*(self._rounded(t / s.float(), i, key) for i, (t, s) in enumerate(zip(values, used, strict=True))), *scales]
+        key = torch.stack([t.float().contiguous().view(torch.int32).sum() for t in tensors]).sum() if self.stochastic else None
+        return [*(self._rounded(t / s.float(), i, key) for i, (t, s) in enumerate(zip(tensors, scales, strict=True))), *scales]
 
     def unpack(self, pieces: Sequence[Tensor], forms: Sequence[Form]) -> Sequence[Tensor]:
         elements, scales = pieces[: len(forms)], [scale.float() for scale in pieces[len(forms) :]]
-        used = scales if len(scales) == len(forms) else scales * len(forms)
         found = []
-        for element, scale, (shape, dtype) in zip(elements, used, forms, strict=True):
+        for element, scale, (shape, dtype) in zip(elements, scales, forms, strict=True):
             values = _halves(element, shape) if self.kind == "int4" else element
-            values = values * scale if values.dtype == torch.int8 else values.float() * scale
-            found.append((_rotated(values, back=True) if self.rotated else values).to(dtype))
+            found.append((values * scale if values.dtype == torch.int8 else values.float() * scale).to(dtype))
         return found
 
     def _range(self, t: Tensor) -> Tensor:
@@ -94,9 +83,8 @@ def format_named(name: str) -> MessageFormat:
     if name in MESSAGE_FORMATS:
         return MESSAGE_FORMATS[name]
     kind, *marks = name.split("_")
-    scale = next((mark for mark in marks if mark in ("token", "message")), "tensor")
-    dtypes = DTYPES[kind], "bfloat16" if scale == "token" else "float32"
-    return Quantized(dtypes[0], False, dtypes[1], kind, scale, "hadamard" in marks, "stochastic" in marks)
+    scale, factor = ("token", "bfloat16") if "token" in marks else ("tensor", "float32")
+    return Quantized(DTYPES[kind], False, factor, kind, scale, "stochastic" in marks)
 
 
 def hash_bits(x: Tensor) -> Tensor:
@@ -122,35 +110,3 @@ def _halves(packed: Tensor, shape: Shape) -> Tensor:
 def _channel(shape: Sequence[int]) -> int:
     """Return the dimension of the channels: the second of images, and otherwise the last."""
     return 1 if len(shape) == 4 else len(shape) - 1
-
-
-def _rotated(t: Tensor, *, back: bool = False) -> Tensor:
-    """Return a tensor whose channels are multiplied by random signs and then by an orthogonal matrix, or the inverse of that.
-
-    The matrix is the Kronecker product of a Hadamard matrix, for the power of two in the number of channels, and a cosine
-    transform.
-    """
-    channel = _channel(t.shape)
-    count = t.shape[channel]
-    power = count & -count
-    signs = (1.0 - 2.0 * (hash_bits(torch.arange(count, device=t.device)) & 1)).to(t.dtype)
-    cosines: Tensor = _cosines(count // power).to(t)
-    x = t.movedim(channel, -1)
-    y = (x if back else x * signs).reshape(-1, count // power, power)
-    y = (cosines.T if back else cosines) @ y
-    half = 1
-    while half < power:
-        a, b = y.reshape(len(y), -1, power // (2 * half), 2, half).unbind(3)
-        y, half = torch.stack([a + b, a - b], 3).view(y.shape), 2 * half
-    y = (y / power**0.5).view(x.shape)
-    found: Tensor = (y * signs if back else y).movedim(-1, channel)
-    return found
-
-
-@cache
-def _cosines(size: int) -> Any:
-    """Return the orthogonal matrix of a discrete cosine transform, in float64 on the CPU."""
-    row, column = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
-    matrix = (math.pi * row * (2 * column + 1) / (2 * size)).cos() * (2 / size) ** 0.5
-    matrix[0] /= 2**0.5
-    return matrix

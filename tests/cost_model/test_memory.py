@@ -152,7 +152,7 @@ def peaks(
     [
         *(("petra", 3, None), ("petra", 10, None), ("petra", 10, "bf16"), ("backprop", 3, None), ("pipedream", 3, None)),
         *(("dsp", 3, None), ("1f1b", 3, "bf16"), ("reconstruct_stashed", 3, None), ("gpipe", 3, None)),
-        *(("pipedream_2bw", 3, None), ("petra", 3, "int8"), ("petra", 10, "int4_token_hadamard_stochastic")),
+        *(("pipedream_2bw", 3, None), ("petra", 3, "int8"), ("petra", 10, "int4_token_stochastic")),
     ],
 )
 def test_peak_is_that_of_the_engine(method: str, stages: int, wire: str | None) -> None:
