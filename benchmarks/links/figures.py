@@ -99,7 +99,7 @@ def table(found: Sequence[Point]) -> str:
 
 @own_settings()
 def draw(found: Sequence[Point], path: Path) -> None:
-    """Draw a panel for each k and width, a line for each method and each kind of streams and messages."""
+    """Draw a panel for each k and width, with a mark for each method and each kind of streams and messages."""
     from matplotlib.figure import Figure
 
     panels: dict[str, dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
@@ -111,17 +111,23 @@ def draw(found: Sequence[Point], path: Path) -> None:
         kind += ["few bits"] if cell.x or cell.delta else []
         kind += [f"inputs stored as {cell.stored}"] if cell.stored else []
         panels[f"width {width}, k = {cell.k}"][", ".join(kind)].append(p)
-    figure = Figure(figsize=(5.5 * max(1, len(panels)), 4.5), layout="constrained")
-    places = figure.subplots(1, max(1, len(panels)), squeeze=False)
-    for axes, (title, lines) in zip(places.flat, sorted(panels.items()), strict=False):
-        for i, (name, own) in enumerate(sorted(lines.items())):
-            x = [max(p.forward, p.backward) for p in own]
+    kinds = sorted({kind for lines in panels.values() for kind in lines})
+    columns, rows = (2 if len(panels) > 1 else 1), max(1, -(-len(panels) // 2))
+    figure = Figure(figsize=(4.5 * columns + 2.5, 4.0 * rows), layout="constrained")
+    places = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, (title, lines) in zip(places, sorted(panels.items()), strict=False):
+        for name, own in lines.items():
+            i = kinds.index(name)
+            x, above = [max(p.forward, p.backward) for p in own], [p.above for p in own]
             halves = [p.half or 0.0 for p in own]
-            axes.errorbar(x, [p.above for p in own], halves, label=name, marker="os^Dvx"[i % 6], ls="none", capsize=3)
-        axes.set(title=title, xscale="log", xlabel="bytes per token, busier direction", ylabel="bits per byte above the baseline")
+            axes.errorbar(x, above, halves, label=name, color=f"C{i}", marker="os^Dvx"[i % 6], ls="none", capsize=3)
+        axes.set(title=title, xlabel="bytes per token, busier direction", ylabel="bits per byte above the baseline")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.axhline(0, color="grey", lw=0.8)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="x-small")
+    labelled = {name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend([labelled[kind] for kind in kinds], kinds, loc="outside right upper", fontsize="x-small")
     figure.savefig(path)
 
 
