@@ -57,21 +57,21 @@ class Quantized(MessageFormat):
         found = []
         for element, scale, (shape, dtype) in zip(elements, scales, forms, strict=True):
             values = _halves(element, shape) if self.kind == "int4" else element
-            found.append((values * scale if values.dtype == torch.int8 else values.float() * scale).to(dtype))
+            found.append((values.float() * scale).to(dtype))
         return found
 
     def _range(self, t: Tensor) -> Tensor:
         """Return the largest magnitudes, in float32."""
-        low, high = t.aminmax(dim=_channel(t.shape), keepdim=True) if self.scale == "token" else t.aminmax()
-        largest = high.maximum(-low).float()
+        dims = (_channel(t.shape),) if self.scale == "token" else tuple(range(t.dim()))
+        largest = t.amax(dims, keepdim=True).maximum(-t.amin(dims, keepdim=True)).float()  # aminmax takes five times as long
         return largest if self.scale == "token" else largest.view(1)
 
     def _rounded(self, t: Tensor, index: int, key: Tensor | None) -> Tensor:
-        """Return the elements of a scaled tensor."""
+        """Return the elements of a scaled tensor, which is overwritten."""
         largest = LARGEST[self.kind]
         if self.kind != "float8":
-            t = t.round() if key is None else (t + _uniform(t, index, key)).floor()
-        t = t.clamp(-largest, largest)
+            t = t.round_() if key is None else t.add_(_uniform(t, index, key)).floor_()
+        t = t.clamp_(-largest, largest)
         if self.kind != "int4":
             return t
         flat = torch.cat([(t + 8).flatten(), t.new_zeros(t.numel() % 2)]).to(torch.uint8).view(-1, 2)
