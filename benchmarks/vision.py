@@ -264,12 +264,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=list(SEEDS), help="seeds of final runs; none searches only")
     parser.add_argument("--picture", type=Path, help="file of the picture")
     options = parser.parse_args()
+    if options.remedy != "none" and (exact := {"backprop", "reversible"}.intersection(options.methods)):
+        parser.error(f"--methods: expected methods with late gradients for --remedy, got {', '.join(sorted(exact))}")
     torch.set_num_threads(1)
     data: Any = load_dataset("cifar10", root=options.root) if options.methods else None
     for method in options.methods:
         setting = Setting(method, options.optimizer, options.network, options.remedy)
-        exact = setting._replace(method="backprop", remedy="none")
-        rate = search(exact if method == "reversible" else setting, data, options.out)
+        rate = search(setting._replace(method="backprop") if method == "reversible" else setting, data, options.out)
         for seed in options.seeds[:1] if method == "reversible" else options.seeds:
             run(setting, rate, EPOCHS, seed, data, options.out)
     show_records(options, table, draw)

@@ -225,6 +225,14 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
             mean, half = figures.difference(shares, dict.fromkeys(shares, 0.0)) or (0, 0)
             assert f"{mean:.0f} ± {half:.0f}" == share[1]
     assert len(claims) >= 10
+    for cell, other, stated in (
+        ("pipedream_2bw_nothing_k16_muon_feedback", "backprop_k8_muon", "0.066 ± 0.020"),
+        ("pipedream_2bw_nothing_k16_muon_feedback", "pipedream_2bw_k16_muon", "-0.021 ± 0.014"),
+        ("pipedream_2bw_nothing_k16_muon_feedback", "petra_k32_muon", "0.041 ± 0.006"),
+        ("petra_k16_adamw_b1=0.95", "petra_k16_adamw", "0.103 ± 0.054"),
+    ):
+        mean, half = figures.difference(*(figures.final(records[f"j16_{name}"]) for name in (cell, other))) or (0, 0)
+        assert f"{mean:.3f} ± {half:.3f}" == stated
     assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
     figures.draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
@@ -297,6 +305,10 @@ def test_vision_chooses_on_images_that_are_not_trained_on_and_continues_an_inter
     other = vision.run(vision.Setting("petra", remedy="feedback"), 0.1, 4, 0, data, tmp_path / "whole")
     assert other["remedy"] == "feedback"
     assert other["train_loss"] != alone["train_loss"]
+    monkeypatch.setattr(sys, "argv", ["benchmark", str(tmp_path), "--out", str(tmp_path), "--remedy", "feedback"])
+    with pytest.raises(SystemExit):
+        vision.main()
+    assert "--methods: expected methods with late gradients for --remedy, got backprop, reversible" in capsys.readouterr().err
     arguments = ["benchmark", str(tmp_path), "--out", str(tmp_path), "--methods", "petra"]
     monkeypatch.setattr(sys, "argv", [*arguments, "--picture", str(tmp_path / "curves.png")])
     vision.main()
