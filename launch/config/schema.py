@@ -19,6 +19,7 @@ from .keys import Key, fields_of, is_shipped, signature
 
 AUTO: Final = "auto"
 METHOD = "petra.method.Method"
+REMEDIES = "petra.staleness.remedies"
 MEMORY = "memory"
 """Value of ``dry_run`` that also predicts memory."""
 Compiler = Literal["eager", "aot_eager", "inductor", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
@@ -106,7 +107,7 @@ class RemedyConfig(Section):
         """Name in records: the keys with other values than their defaults, after the target if it is not petra's."""
         known, own = keys("remedy", self._target_), {"discount": self.discount, **self.options}
         changed = [f"{name}={value}" for name, value in own.items() if name not in known or value != known[name].default]
-        return ", ".join([*([] if self._target_ == "petra.staleness.remedies" else [self._target_]), *changed]) or "none"
+        return ", ".join([*([] if self._target_ == REMEDIES else [self._target_]), *changed]) or "none"
 
 
 @dataclass(kw_only=True)

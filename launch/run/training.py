@@ -29,7 +29,7 @@ from petra.training import FORMATS, Checkpoints, JsonLines, Lines, Trainer, Upda
 from petra.training.checkpoint import checkpoints
 from petra.training.trainer import require_an_update
 
-from ..config.schema import MEMORY, Config
+from ..config.schema import MEMORY, REMEDIES, Config
 from ..runtime.agent import StopRequest
 from ..runtime.rank import Process
 from ..runtime.reporting import TO_CONTINUE
@@ -144,7 +144,7 @@ class TrainingRun:
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
             print(
-                *_warnings(config, batches, train.vocabulary), *note(setup), self.records.headline(), *loaded, sep="\n", flush=True
+                *_warnings(setup, batches, train.vocabulary), *note(setup), self.records.headline(), *loaded, sep="\n", flush=True
             )
         if config.checkpoint.keep:
             require_shared(self.folder / CHECKPOINTS, config.trainer.timeout, process)
@@ -258,8 +258,9 @@ class TrainingRun:
             self._intervals = gathered_intervals([] if pipeline.replica else recorder.intervals)
 
 
-def _warnings(config: Config, batches: int, vocabulary: str | None) -> Iterator[str]:
+def _warnings(setup: Setup, batches: int, vocabulary: str | None) -> Iterator[str]:
     """Yield warnings about a run of ``batches`` microbatches in an epoch, with tokens of a vocabulary or bytes."""
+    config = setup.config
     file = Path(config.model.options.get("path") or "", VOCABULARY)
     known = config.model.name == "huggingface" and file.is_file() and (vocabulary or config.data.name == "text")
     if known and vocabulary != fingerprint(load_vocabulary(file)):
@@ -267,3 +268,7 @@ def _warnings(config: Config, batches: int, vocabulary: str | None) -> Iterator[
     if (warmup := config.schedule.options.get("warmup_epochs", 0)) >= config.trainer.epochs:
         reached = f"the learning rate reaches {config.trainer.epochs / warmup:.0%} of its peak, at the end of the run"
         yield f"warning: schedule.warmup_epochs={warmup:g}: expected less than trainer.epochs={config.trainer.epochs}; {reached}"
+    late, remedy = any(stage.staleness for stage in setup.plan.stages), config.remedy
+    if not late and remedy.name != "none" and remedy._target_ == REMEDIES:
+        method = f"method={setup.plan.method.name}"
+        yield f"warning: remedy: expected none with {method}, whose gradients are exact; {remedy.name} changes nothing"

@@ -34,6 +34,14 @@ def test_label_smoothing_is_for_training_only() -> None:
     assert pipeline.evaluate(data, 1).loss == pytest.approx(F.cross_entropy(plain.eval()(data.inputs(0)), data.targets(0)).item())
 
 
+def test_a_remedy_for_late_gradients_warns_where_none_are_late(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("trainer.stages=3", "remedy=feedback", "trainer.limit_batches=2", "k=2")
+    for method in ("petra", "1f1b"):
+        train(*TINY, *settings, f"method={method}", f"run_dir={tmp_path / method}")
+    (warning,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: remedy"))
+    assert warning == "warning: remedy: expected none with method=1f1b, whose gradients are exact; feedback=1.0 changes nothing"
+
+
 def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     settings = ("trainer.export=pt", "optim.average=0.9", "trainer.limit_batches=3", "trainer.stages=3", "logger=jsonl", "k=3")
