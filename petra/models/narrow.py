@@ -75,9 +75,9 @@ class Anchors(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}table")
-        if given is None or (given.shape == self.table.shape and torch.equal(given.to(self.table), self.table)):
+        if given is None or "table" in self._non_persistent_buffers_set:
             super()._load_from_state_dict(state_dict, prefix, *args)
-        else:
+        elif given.shape != self.table.shape or not torch.equal(given.to(self.table), self.table):
             args[-1].append(f"{prefix}table has those of another anchor_seed or embedding_std")
 
 

@@ -10,7 +10,8 @@ from torch.fx import GraphModule
 
 from petra import Keep, Method, Pipeline, Runtime, Weights
 from petra.engine.options.compile import WarmUp
-from tests.support.nets import RandomSource, hook, mixed
+from petra.models import revgpt
+from tests.support.nets import RandomSource, RandomTokens, hook, make_pipeline, mixed, sgd
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "input fetched again": {"stages": 3, "k": 2},
@@ -44,3 +45,11 @@ def test_all_is_compiled_before_the_first_message_and_no_value_changes(name: str
     assert 0 < counts[0] == len(COMPILED) or "weights" in name  # older weights need further variants
     torch.set_rng_state(before)
     torch.testing.assert_close(found, run(plain), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", [{"delimiter": 0}, {"stream": 3}], ids=str)
+def test_networks_with_side_tensors_are_compiled(options: dict[str, Any]) -> None:
+    texts, model = RandomTokens(2, 6, 11), revgpt(11, dim=8, depth=2, heads=2, size=6, **options)
+    compiled, plain = (make_pipeline(model, texts.spec, optimizer=sgd, runtime=Runtime(compile=way)) for way in ("aot_eager", None))
+    compiled.hooks += [WarmUp(compiled.plan, compiled.stages, compiled.device)]
+    assert compiled.train(texts, 4).loss == pytest.approx(plain.train(texts, 4).loss)

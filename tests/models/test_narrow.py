@@ -164,6 +164,20 @@ def test_memory_counts_anchors_once_per_process(stages: int) -> None:
     assert state <= found.weights <= state + 512 * 60
 
 
+def test_the_check_of_the_inverse_and_a_second_network_leave_the_anchors_alone() -> None:
+    """The first microbatches need no second table, and a run that generates samples doesn't count as changed from outside."""
+    pipeline = make_pipeline(network(classes=8000, anchor_seed=7), RandomTokens(BATCH, LENGTH, 8000).spec, optimizer=sgd, stages=3)
+    table = next(module.table for module in pipeline.stages[1].module.modules() if isinstance(module, Anchors))
+    version, most = table._version, list[int]()
+    for _ in range(2):
+        with LiveBytes() as live:
+            pipeline.train(RandomTokens(BATCH, LENGTH, 8000), 8)
+        most.append(live.most)
+    assert most[0] < most[1] + table.nbytes // 2
+    pipeline.plan.model.build(1).load_state_dict(pipeline.state_dict())
+    assert table._version == version
+
+
 test_invalid_options = refuses(
     lambda build, arguments: build(**arguments),
     (revgpt, {"stream": 385}, r"model\.stream: expected null or an integer from 1 to 384 \(model\.dim\), got 385"),

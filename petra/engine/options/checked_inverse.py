@@ -27,7 +27,8 @@ class CheckedInverse(CheckedFunction):
     def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         x, dx, gradients = self.function.inverse_vjp(m, y, dy, version)
         self.runner.function = self.function
-        buffers = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        parts = [part for part in self.module.modules() if not hasattr(part, "once_per_process")]  # no pass changes what is shared
+        buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
         plain = self.runner.with_graph(m, x, version)
         self.end(plain.outputs, version)
         again, given, found = samples(plain.outputs), samples(y), samples(x)

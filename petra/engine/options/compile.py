@@ -15,7 +15,7 @@ from petra.engine.stage import Stage, evaluating
 from petra.hooks import Hook
 from petra.plan import Plan
 from petra.reversible import ReversibleBlock
-from petra.specs import Streams
+from petra.specs import Streams, without_side
 from petra.torch_private import set_recompile_limit
 
 RECOMPILE_LIMIT = 64
@@ -75,7 +75,7 @@ class WarmUp(Hook):
             x = stage.contiguous(tuple(torch.zeros(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs))
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []), _unchanged(stage, x):
                 y = stage.forward(-1, x)
-                stage.backward(-1, y, tuple(torch.zeros_like(t) for t in y))
+                stage.backward(-1, y, tuple(torch.zeros_like(t) for t in without_side(y)))
                 with evaluating([stage]):
                     stage.evaluate(x)
         self._stages.clear()
@@ -97,7 +97,8 @@ def _unchanged(stage: Stage, x: Streams) -> Iterator[None]:
     gradients, runners = stage.gradients, stage.runners
     inner = [runner.inner if isinstance(runner, WrappedRunner) else runner for runner in runners]
     fetching = [(runner, runner.fetch) for runner in inner if isinstance(runner, Recompute) and runner.fetch is not None]
-    buffers = [(layer, *named) for layer in stage.module.modules() for named in layer.named_buffers(recurse=False)]
+    layers = [layer for layer in stage.module.modules() if not hasattr(layer, "once_per_process")]  # no pass changes what is shared
+    buffers = [(layer, *named) for layer in layers for named in layer.named_buffers(recurse=False)]
     values = [buffer.clone() for *_, buffer in buffers]
     stage.gradients, stage.runners = _NotAdded(), inner
     for runner, _ in fetching:
