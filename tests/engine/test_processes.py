@@ -195,6 +195,7 @@ def refused(rank: int) -> list[str]:
         (good, RandomSource(batch=4 + 4 * rank).spec, {"stages": 2}),
         (good, spec, {"k": 1 + rank}),
         (good, spec, {"dp": 1 + rank}),
+        (good, spec, {"numerics": Numerics(gradient_format=("int8", "bf16")[rank]), "stages": 2}),
         (misfit, spec, {}),
         (model, flat, {"optimizer": adam, "remedy": Remedy(compensation=True), "stages": 1}),
         (model, flat, {"remedy": Remedy(discount=3), "stages": 1}),
@@ -212,7 +213,8 @@ def test_errors_of_one_rank_are_raised_on_all_ranks(tmp_path: Path) -> None:
     """Invariant 8, among others."""
     first, second = run_processes(2, refused, tmp_path)
     assert first == second
-    shapes, k, dp, misfit, *stages = first
+    shapes, k, dp, numerics, misfit, *stages = first
+    assert numerics == "ConfigError: gradient_format: expected int8 as on rank 0, got bf16 on rank 1"
     assert "messages between stage 1 (rank 0) and stage 2 (rank 1): expected " in shapes
     assert all(shape in shapes for shape in ("float64[4, 8, 4, 4]", "float64[8, 8, 4, 4]"))
     assert (k, dp) == tuple(f"ConfigError: {name}: expected 1 as on rank 0, got 2 on rank 1" for name in ("k", "dp"))
