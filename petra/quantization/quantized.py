@@ -8,7 +8,7 @@ wherever the same tensors are packed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,8 @@ LARGEST = {"int8": 127, "int4": 7, "float8": 448}
 """Largest element of each kind."""
 DTYPES = {"int8": "int8", "int4": "uint8", "float8": "float8_e4m3fn"}
 """Type that travels. A byte has two elements of int4."""
+PART = 2**18
+"""Most elements for which random numbers are computed at a time, since they take many times the memory of the elements."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Quantized(MessageFormat):
         """Return the elements of a scaled tensor, which is overwritten."""
         largest = LARGEST[self.kind]
         if self.kind != "float8":
-            t = t.round_() if key is None else t.add_(_uniform(t, index, key)).floor_()
+            t = t.round_() if key is None else _add_uniform(t, hash_bits(key + index)).floor_()
         t = t.clamp_(-largest, largest)
         if self.kind != "int4":
             return t
@@ -95,10 +97,24 @@ def hash_bits(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _uniform(t: Tensor, index: int, key: Tensor) -> Tensor:
-    """Return numbers from 0 to 1, without 1, in the shape of tensor number ``index`` of a message with a key."""
-    positions = torch.arange(t.numel(), device=t.device).view(t.shape)
-    return (hash_bits(positions + hash_bits(key + index)) >> 8).to(t.dtype) * 2**-24
+def _parts(t: Tensor, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """Yield views of all elements of a tensor, at most :data:`PART` each, and how many elements come before."""
+    size = t.numel() // max(1, len(t))
+    if size > PART:
+        for i, row in enumerate(t):
+            yield from _parts(row, start + i * size)
+    else:
+        rows = PART // max(1, size)
+        for i in range(0, len(t), rows):
+            yield start + i * size, t[i : i + rows]
+
+
+def _add_uniform(t: Tensor, key: Tensor) -> Tensor:
+    """Add to each element of a tensor a number from 0 to 1, without 1, that depends on its position and the key."""
+    for start, part in _parts(t):
+        positions = torch.arange(start, start + part.numel(), device=t.device).view(part.shape)
+        part.add_((hash_bits(positions + key) >> 8).to(t.dtype) * 2**-24)
+    return t
 
 
 def _halves(packed: Tensor, shape: Shape) -> Tensor:

@@ -15,7 +15,7 @@ from petra.message_formats import FEW_BITS
 from petra.models import revgpt
 from petra.plan import make_plan
 from petra.plan.messages import boundary
-from petra.quantization import format_named, hash_bits
+from petra.quantization import format_named, hash_bits, quantized
 from petra.specs import PackedPart
 from petra.training import Checkpoints
 from tests.support.nets import RandomSource, RandomTokens, assert_equal, make_pipeline, mixed, restored, sgd
@@ -81,6 +81,16 @@ def test_stochastic_rounding_is_unbiased_and_a_function_of_the_message() -> None
     assert (mean - x)[1:].abs().max() < 5 * 0.1 / 2 / count**0.5
     assert (mean - x)[1:].mean().abs() < 5 * 0.1 / 2 / (count * 3960) ** 0.5
     assert not torch.equal(passed(part, x)[0], passed(PackedPart((replace(spec, message_format="int4"),)), x)[0])
+
+
+def test_random_numbers_do_not_depend_on_how_many_are_computed_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = TensorSpec((3, 8, 5, 4), torch.float32, message_format="int8_stochastic")
+    for x in (torch.randn(3, 8, 5, 4), torch.randn(3, 8, 5, 4).to(memory_format=torch.channels_last)):
+        whole = passed(PackedPart((spec,)), x)
+        for part in (1, 7, 20, 300):
+            monkeypatch.setattr(quantized, "PART", part)
+            assert_equal(passed(PackedPart((spec,)), x), whole)
+        monkeypatch.undo()
 
 
 def test_bits_of_the_hash_are_mixed() -> None:
