@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,9 @@ from petra.engine.build import make_stage
 from petra.engine.endpoints import LossPort
 from petra.engine.options.bf16_weights import MasterWeights, shorten
 from petra.engine.options.frozen import ForwardStage
+from petra.engine.options.outer_step import OuterUpdate
 from petra.engine.options.sharding import divide, elements, keep_share
+from petra.engine.options.sums import AllReduces
 from petra.engine.recipe import Recipe
 from petra.engine.stage import Stage
 from petra.engine.worker import Worker
@@ -202,18 +204,52 @@ def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | Non
     if run is not None:
         for extension in recipe.extensions:
             extension.parts(stage, optimizer, run, plan.index)  # hooks of the optimizer refer to them
-        kept = [extension.parts_after_step(stage, run, plan.index, ()) for extension in recipe.extensions]  # noqa: F841
+        kept = [extension.parts_after_step(stage, run, plan.index, ()) for extension in recipe.extensions]
+    sums = [part for parts in kept for part in parts if isinstance(part, OuterUpdate)]
     try:
         with eager():
             optimizer.step()
             before = live.most = live.now
             optimizer.step()
+            held, most = _count_sums(sums, 1 if run is None else run.layout.dp, live)
     except Exception as error:
         if type(error).__name__ != "DataDependentOutputException":
             raise
         expected = "an optimizer that reads no values of tensors, to predict memory"
         raise invalid("optim", expected, type(optimizer).__name__) from error
-    return before - begin, live.most - before
+    return before - begin + held, max(live.most - before, most)
+
+
+def _count_sums(updates: Sequence[OuterUpdate], replicas: int, live: LiveBytes) -> tuple[int, int]:
+    """Return the bytes that sums over replicas hold while they travel beside training, and the most that they add for a moment."""
+    step, before, live.most = live.most, live.now, live.now
+    held = 0
+    for outer in updates if replicas > 1 else ():
+        outer.join(AllReduces(_Group(replicas), outer.packed))  # type: ignore[arg-type]
+        outer.send()
+        held += (live.now - before) * outer.overlaps
+        outer.act()
+    most, live.most = live.most - before - held, step
+    return held, most
+
+
+class _Group:
+    """A process group whose sums and exchanges only take memory."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def allreduce(self, tensors: object) -> _Group:
+        return self
+
+    def alltoall_base(self, *tensors: object) -> _Group:
+        return self
+
+    def wait(self) -> None:
+        pass
 
 
 def _receiver(spec: MessageSpec, remote: bool) -> Receive:

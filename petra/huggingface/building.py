@@ -26,6 +26,7 @@ from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import count_targets
 from petra.engine.options.extension import Extension
+from petra.engine.options.outer_step import OuterStep
 from petra.engine.recipe import Recipe
 from petra.errors import DataError, ModelError, require
 from petra.huggingface.blocks import Head, kind_of, split
@@ -217,6 +218,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         tokens = args.include_num_input_tokens_seen  # batches are read ahead of what is counted
         require(self._at_once or tokens in ("no", False), "include_num_input_tokens_seen", "no, without flush", tokens)
         ties = self._ties(base) if steps else ()
+        for extension in self._extensions if steps else ():
+            extension.check_length(steps)
         clip = args.max_grad_norm or 0
         most = clip or (sys.float_info.max if ties else None)
         if clip and not self._at_once and len(plan.stages) > 1 and self.rank == 0:
@@ -268,6 +271,11 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             self._added, base.config.tie_word_embeddings = 0, False
             return ()
         require(torch.equal(*tied), "model, head", "the weights of the embedding, which it shares", "others", ModelError)
+        for each in self._extensions:
+            if isinstance(each, OuterStep):  # the weights are in two stages, at different places among their numbers
+                expected = "with an embedding and a head that share their weights"
+                require(not each.staggered, "outer.staggered", f"false {expected}", "true")
+                require(each.format != "int8", "outer.format", f"null or bf16 {expected}", "int8")
         named = {id(p): f"{block}.{key}" for block, part in self._parts.items() for key, p in part.named_parameters()}
         return (TiedWeights(*(named[id(p)] for p in tied)),)
 

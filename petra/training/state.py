@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from petra.engine.options.between_calls import notice_changes, renew
 from petra.engine.options.optimizer_state import Kinds
-from petra.engine.options.outer_step import MOMENTUM, SUM
+from petra.engine.options.outer_step import MEAN, MOMENTUM
 from petra.engine.options.state import kinds_of, load_kinds, numbers_of
 from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.unsaved import notice_unsaved
 from petra.training.weight_files import State, load_into, read_tensors
 
-SHARED = tuple(kind.removeprefix("method") for kind in (MOMENTUM, SUM))
+SHARED = tuple(kind.removeprefix("method") for kind in (MEAN, MOMENTUM))
 """Ends of the names of what replicas that train apart have in common."""
 
 

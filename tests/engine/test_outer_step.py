@@ -14,15 +14,17 @@ from torch.nn import functional as F
 
 from benchmarks.replicas import join
 from petra import BlockSpec, ConfigError, Method, Model, Pipeline, TensorSpec, UpdateRules, make_plan
+from petra.cost_model.memory import predict_memory
+from petra.cost_model.stage_memory import LiveBytes
 from petra.engine.options.outer_step import OuterStep
 from petra.engine.options.replicas import OwnShare
 from petra.engine.options.sums import CHUNK
-from petra.models import revnet18
+from petra.models import revgpt, revnet18
 from petra.reversible import Coupling
 from petra.staleness import WeightPrediction
 from petra.training import Checkpoints
 from petra.training.optim import Muon
-from tests.support.nets import RandomSource, assert_equal, double, make_pipeline, mixed_net, restored, sgd, weights
+from tests.support.nets import RandomSource, RandomTokens, assert_equal, double, make_pipeline, mixed_net, restored, sgd, weights
 from tests.support.processes import run_processes
 from tests.support.refusals import refuses
 
@@ -241,6 +243,44 @@ def test_replicas_in_threads_equal_processes(trained: Trained) -> None:
         for r, pipeline in enumerate(pipelines):
             found = trained[2, 1][r][2, name]
             assert_equal([weights(pipeline), own_weights(pipeline)], [found["outer"], found["own"]])
+
+
+def resumed(rank: int, saved: dict[int, Path]) -> dict[str, Tensor]:
+    """Return the weights of two replicas, resumed from one, before and after the step that its checkpoint still lacks."""
+    pipeline = restored(make(Case(OuterStep(4, overlap=2)), 2), saved[1])
+    before = weights(pipeline)
+    pipeline.train(Vectors(), 4)
+    return {f"{key} {when}": w for when, each in (("before", before), ("after", weights(pipeline))) for key, w in each.items()}
+
+
+@pytest.mark.processes
+def test_a_sum_that_has_not_acted_yet_is_a_mean_for_any_number_of_replicas(tmp_path: Path) -> None:
+    alone = make(Case(OuterStep(4, overlap=2)), 1)
+    alone.train(Vectors(), 9)  # four updates
+    Checkpoints(tmp_path / "1").save(alone, {})
+    before = weights(alone)
+    alone.train(Vectors(), 4)
+    for found in run_processes(2, resumed, tmp_path / "two", {1: tmp_path / "1"}):
+        for key, w in weights(alone).items():
+            torch.testing.assert_close(found[f"{key} before"], before[key], rtol=0, atol=0)
+            torch.testing.assert_close(found[f"{key} after"], w, rtol=1e-12, atol=1e-12)
+
+
+def sums_and_prediction(rank: int) -> tuple[int, int]:
+    """Return the most bytes that live in training with sums in int8, and those that are predicted."""
+    texts = RandomTokens(2, 8, 64)
+    settings = {"extensions": [OuterStep(4, overlap=2, format="int8")], "optimizer": sgd, "method": "backprop", "k": 2}
+    with LiveBytes() as live:
+        pipeline = make_pipeline(revgpt(64, 64, 2, 4, size=8), texts.spec, stages=1, dp=2, **settings)
+        live.most = live.now
+        pipeline.train(texts, 24)
+    return live.most, predict_memory(pipeline.plan, pipeline.recipe, TensorSpec((8,), torch.int64), device_type="cpu")[0].tensors
+
+
+@pytest.mark.processes
+def test_memory_of_sums_is_predicted(tmp_path: Path) -> None:
+    for most, found in run_processes(2, sums_and_prediction, tmp_path):
+        assert most <= found <= 1.05 * most
 
 
 def predicted(pipeline: Pipeline) -> list[Tensor]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
 
-from petra import METHODS
+from petra import METHODS, ConfigError
+from petra.engine.options.outer_step import OuterStep
 from petra.huggingface import PetraTrainer
 from petra.plan.timetable import Op, training_rounds
 from tests.huggingface.models import as_torchrun, batch_of, tiny
@@ -79,6 +80,19 @@ def test_a_tied_head_that_is_trained_apart_is_saved(tmp_path: Path, capfd: pytes
     assert not torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
     inputs = batch_of(LLAMA, 1)[0]
     torch.testing.assert_close(again(**inputs).logits, trainer.model.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("outer", "line"),
+    [
+        (OuterStep(2, staggered=True), "outer.staggered: expected false with an embedding and a head that share their weights"),
+        (OuterStep(2, format="int8"), "outer.format: expected null or bf16 with an embedding and a head that share their"),
+        (OuterStep(60), "outer.every [+] outer.overlap: expected at most 50, the updates of the run"),
+    ],
+)
+def test_outer_steps_that_would_part_the_weights_or_never_act_are_refused(outer: OuterStep, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=line):
+        trained(PetraTrainer, tmp_path, "sgd", stages=4, method="1f1b", extensions=[outer])
 
 
 @pytest.mark.parametrize("method", ["1f1b", "gpipe", "backprop", "reversible"])

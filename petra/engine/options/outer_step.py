@@ -31,8 +31,8 @@ from petra.torch_private import foreach_add_, foreach_copy_, foreach_lerp_, fore
 from petra.transport.port import locate_errors
 from petra.update_rules import UpdateRules
 
-OWN, MOMENTUM, SUM = "method/outer_own", "method/outer_momentum", "method/outer_sum"
-"""Kinds of tensors in checkpoints: a replica's own weights, v, and the sum that has not acted yet."""
+OWN, MOMENTUM, MEAN = "method/outer_own", "method/outer_momentum", "method/outer_mean"
+"""Kinds of tensors in checkpoints: a replica's own weights, v, and the mean that has not acted yet."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class OuterUpdate(Part, Hook):
     Attributes:
         other: The weights that the parameters are not at present: the outer ones in training, the replica's own between runs.
         momentum: v.
-        sum: What the replicas sum, in one buffer.
+        sum: What the replicas sum, in one buffer; once it has arrived, their mean.
         pending: Whether there is a sum that has not acted yet.
     """
 
@@ -131,6 +131,11 @@ class OuterUpdate(Part, Hook):
         """The format in which sums travel; None for the weights' own."""
         return None if self._setting.format is None else PACKED[self._setting.format]
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether sums travel while the replica trains."""
+        return self._setting.overlap > 0
+
     @torch.no_grad()
     def run(self, pending: Pending) -> None:
         """Send after every H-th update, and do an outer step ``overlap`` updates later.
@@ -141,15 +146,16 @@ class OuterUpdate(Part, Hook):
         setting, since = self._setting, (pending.done + 1 - self._offset) % self._setting.every
         with locate_errors("summing", f"the weights of stage {self._j + 1} over replicas", pending.t - 1):
             if since == 0:
-                self._send()
+                self.send()
             if self._traveling and since == (setting.overlap + 1) // 2:
                 assert self._sums is not None
                 self._sums.advance()
             if self.pending and since == setting.overlap:
-                self._arrive()
-                self._step()
+                self.act()
 
-    def _send(self) -> None:
+    @torch.no_grad()
+    def send(self) -> None:
+        """Start to sum over replicas how far their weights are from the outer ones."""
         foreach_copy_(self._views, self.other)
         foreach_add_(self._views, self._own(), alpha=-1)
         self.pending = True
@@ -157,17 +163,23 @@ class OuterUpdate(Part, Hook):
             self._sums.start(self.sum)
             self._traveling = True
 
+    @torch.no_grad()
+    def act(self) -> None:
+        """Wait for the sum, and do the outer step."""
+        self._arrive()
+        self._step()
+
     def _arrive(self) -> None:
-        """Wait until the sum is that over all replicas. Results don't depend on when it has arrived."""
+        """Wait until the sum is the mean over all replicas. Results don't depend on when it has arrived."""
         if self._traveling:
             assert self._sums is not None
             self.sum *= self._sums.finish()
+            self.sum /= self._size
             self._traveling = False
 
     def _step(self) -> None:
         setting, outer, own = self._setting, self.other, self._own()
         foreach_mul_(self.momentum, setting.momentum)
-        self.sum /= self._size
         mean = [view.to(v) for view, v in zip(self._views, self.momentum, strict=True)]
         foreach_add_(self.momentum, mean)
         foreach_add_(outer, mean, alpha=-setting.lr)
@@ -197,13 +209,13 @@ class OuterUpdate(Part, Hook):
             self.other[i], p.data = p.data, self.other[i]
 
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        kinds = {OWN: self.other, MOMENTUM: self.momentum} | ({SUM: self._views} if self.pending else {})
+        kinds = {OWN: self.other, MOMENTUM: self.momentum} | ({MEAN: self._views} if self.pending else {})
         return {kind: dict(zip(self._parameters, values, strict=True)) for kind, values in kinds.items()}
 
     @torch.no_grad()
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
         """Restore the state of a drained pipeline. A parameter without one starts again from its value."""
-        own, momentum, sums = (tensors.get(kind, {}) for kind in (OWN, MOMENTUM, SUM))
+        own, momentum, sums = (tensors.get(kind, {}) for kind in (OWN, MOMENTUM, MEAN))
         self.other = [own.get(p, p).detach().to(p, copy=True) for p in self._parameters]
         self.momentum = [momentum[p].to(p, copy=True) if p in momentum else torch.zeros_like(p) for p in self._parameters]
         self.pending = bool(sums)
