@@ -29,7 +29,6 @@ from petra.cost_model.memory import PredictedMemory
 from petra.cost_model.replicas import seconds_per_update, sum_bytes
 from petra.cost_model.simulator import Prediction, predict
 from petra.cost_model.stage_memory import Known
-from petra.engine.options.outer_step import OuterStep
 from petra.errors import ConfigError, PetraError, require, within
 from petra.method import METHODS, Keep, Method
 from petra.plan.transport import choose_transport, simulated_transport
@@ -335,7 +334,7 @@ def candidates(
 
 def _waits(setup: Setup, link: Link, tuned: Tuned, period: float) -> list[float]:
     """Return the seconds that an update of each stage waits for sums over replicas, given the period without them."""
-    outer, update = _outer(setup), setup.plan.k * period
+    outer, update = setup.outer, setup.plan.k * period
     return [seconds_per_update(size, setup.config.dp, link, outer, update) for size in _parameters(setup, tuned)]
 
 
@@ -345,14 +344,9 @@ def _parameters(setup: Setup, tuned: Tuned) -> list[int]:
     return [sum(profile.parameters for profile in islice(profiles, count)) for count in tuned.stages]
 
 
-def _outer(setup: Setup) -> OuterStep:
-    """Return the outer steps of replicas; every 0 updates if these sum their gradients."""
-    return next((each for each in setup.recipe().extensions if isinstance(each, OuterStep)), OuterStep())
-
-
 def _shown_sums(setup: Setup, row: Candidate, link: Link | None) -> str:
     """Return a line about what replicas send over the link between them."""
-    size, outer, dp = max(_parameters(setup, row.tuned)), _outer(setup), setup.config.dp
+    size, outer, dp = max(_parameters(setup, row.tuned)), setup.outer, setup.config.dp
     when = f"at every {outer.every} updates, which may take {outer.overlap} updates" if outer.every else "at every update"
     counted = "" if link is not None else "; not counted, since the file of machines has no link"
     megabytes = plain(sum_bytes(size, dp, outer) / 1e6)

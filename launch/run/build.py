@@ -18,6 +18,7 @@ from petra.data import EvalSource, TrainSource
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of, top5_correct
 from petra.engine.options.extension import Extension
+from petra.engine.options.outer_step import OuterStep
 from petra.engine.options.replicas import Replicas
 from petra.engine.recipe import Recipe
 from petra.errors import ConfigError, alternatives, require
@@ -135,6 +136,11 @@ class Setup:
             rules=rules,
             extensions=[*extensions, *([outer] if getattr(outer, "every", True) else [])],
         )
+
+    @property
+    def outer(self) -> OuterStep:
+        """Outer steps of replicas; every 0 updates if these sum their gradients."""
+        return next((each for each in self.recipe().extensions if isinstance(each, OuterStep)), OuterStep())
 
     def pipeline(self, microbatches_per_epoch: int = 1, replicas: Replicas | None = None) -> Pipeline:
         """Build this rank's part of the pipeline."""

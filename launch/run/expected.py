@@ -29,6 +29,9 @@ REMEDIES = {
 FILTERS = " optim.filters=true"
 """What the optimizer of images has besides its name if it is Muon for filters, as on a command line."""
 
+LOSSLESS = {None, "bf16", "int8", "int8_token", "float8_token"}
+"""Formats of messages that cost no loss in a benchmark (docs/evidence/links.md)."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -113,6 +116,9 @@ def measured() -> Mapping[Setting, Mapping[float, Expected]]:
 def setting_of(setup: Setup, method: Method) -> Setting | None:
     """Return the setting of a run with a method; None for what no benchmark trains, or a list of ``keep``."""
     config, tuned = setup.config, setup.config.model.name == "huggingface"
+    trainer = config.trainer
+    if setup.outer.every or config.model.options.get("stream") or {trainer.message_format, trainer.gradient_format} - LOSSLESS:
+        return None
     task = {"tokens": "fine-tuning" if tuned else "text", "images": "images"}.get(setup.unit)
     if task is None or not isinstance(method.keep, Keep):
         return None

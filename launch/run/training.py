@@ -268,6 +268,18 @@ def _warnings(setup: Setup, batches: int, vocabulary: str | None) -> Iterator[st
     if (warmup := config.schedule.options.get("warmup_epochs", 0)) >= config.trainer.epochs:
         reached = f"the learning rate reaches {config.trainer.epochs / warmup:.0%} of its peak, at the end of the run"
         yield f"warning: schedule.warmup_epochs={warmup:g}: expected less than trainer.epochs={config.trainer.epochs}; {reached}"
+    trainer, outer, formats = config.trainer, setup.outer, dict[str, str | None]()
+    if len(setup.plan.stages) == 1:
+        formats = {"trainer.message_format": trainer.message_format, "trainer.gradient_format": trainer.gradient_format}
+    if config.dp == 1:
+        formats["outer.format"] = outer.format
+    for key, name in formats.items():
+        if name is not None:
+            yield f"warning: {key}: expected null, since this run sends nothing in it, got {name}"
+    updates = trainer.epochs * batches // config.k
+    if outer.every and (left := (updates - outer.overlap) % outer.every):
+        which = f"the last {left} of {updates} updates" + " of stage 1" * outer.staggered
+        yield f"warning: outer.every={outer.every}: {which} come after the last outer step, so the trained weights leave them out"
     late, remedy = any(stage.staleness for stage in setup.plan.stages), config.remedy
     if not late and remedy.name != "none" and remedy._target_ == REMEDIES:
         method = f"method={setup.plan.method.name}"

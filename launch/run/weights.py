@@ -180,7 +180,7 @@ def evaluate(config: Config, weights: SavedWeights, process: Process) -> dict[st
         config,
         dp=1,
         optim=replace(config.optim, rules=replace(config.optim.rules, average=None)),
-        trainer=replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False),
+        trainer=replace(config.trainer, transport="auto", trace=None, diagnose=None, stage_metrics=False, stored_format=None),
         cluster=replace(config.cluster, elastic=False),
         logger=Section(_target_="petra.training.JsonLines"),
     )

@@ -141,6 +141,10 @@ def test_the_preset_for_images_is_the_benchmarks_best_with_sgd() -> None:
         ("data=cifar10 model=revnet18 k=2 optim=adam", ""),
         ("data=cifar10 model=revnet18 k=2 optim=muon", ""),  # without filters, AdamW updates most weights
         ("model=revgpt data=text optim=muon remedy=feedback k=16", ""),
+        ("model=revgpt data=text optim=adamw k=2 trainer.message_format=int8", "note: staleness of 7 updates with adamw."),
+        ("model=revgpt data=text optim=adamw k=2 trainer.gradient_format=int4", ""),
+        ("model=revgpt data=text optim=adamw k=2 model.stream=8", ""),
+        ("model=revgpt data=text optim=adamw k=2 outer=diloco outer.every=2", ""),
     ],
 )
 def test_a_run_is_told_what_its_staleness_cost_in_the_benchmark(settings: str, line: str) -> None:

@@ -42,9 +42,22 @@ def test_a_remedy_for_late_gradients_warns_where_none_are_late(tmp_path: Path, c
     assert warning == "warning: remedy: expected none with method=1f1b, whose gradients are exact; feedback=1.0 changes nothing"
 
 
+def test_settings_without_effect_and_updates_that_nothing_has_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("trainer.stages=1", "trainer.gradient_format=int8", "trainer.limit_batches=7", "k=1")
+    train(*TINY, *settings, "outer=streaming", "outer.every=4", "outer.overlap=1", f"run_dir={tmp_path / 'run'}")
+    found = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("warning: trainer", "warning: outer"))]
+    which = "the last 2 of 7 updates of stage 1"
+    assert found == [
+        "warning: trainer.gradient_format: expected null, since this run sends nothing in it, got int8",
+        "warning: outer.format: expected null, since this run sends nothing in it, got int8",
+        f"warning: outer.every=4: {which} come after the last outer step, so the trained weights leave them out",
+    ]
+
+
 def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     settings = ("trainer.export=pt", "optim.average=0.9", "trainer.limit_batches=3", "trainer.stages=3", "logger=jsonl", "k=3")
+    settings += ("method=dsp", "trainer.stored_format=int8")
     train(*TINY, f"run_dir={folder}", *settings)
     (row,) = lines(folder / "metrics.jsonl")
     assert row["microbatches"] == 3
@@ -52,7 +65,7 @@ def test_a_run_exports_and_is_evaluated_to_its_own_numbers(tmp_path: Path, capsy
     assert all(row[f"stage/{j}/gradient_norm"] >= 0 for j in (1, 2, 3))
     assert {"train_top5", "test_top5", "train_accuracy", "images_per_second"} <= row.keys()
     assert "warning: schedule.warmup_epochs=5: expected less than trainer.epochs=1; the" in capsys.readouterr().out
-    evaluate([f"{folder}", f"--weights={folder}/ema.pt"])
+    evaluate([f"{folder}", f"--weights={folder}/ema.pt", "trainer.stages=1"])  # where no block stores its input
     found = json.loads(capsys.readouterr().out)
     assert [found[key] for key in ("loss", "accuracy", "top5")] == [row[f"test_{key}"] for key in ("loss", "accuracy", "top5")]
     evaluate([f"{folder}", f"--weights={folder}/model.pt", "trainer.limit_batches=null"])
