@@ -147,7 +147,8 @@ class Checkpoints:
                 draft.rename(self.folder / name)
                 _sync_folder(self.folder)
                 best = best_of(self.folder)
-                for old in checkpoints(self.folder)[self.keep :]:
+                ours = [path for path in checkpoints(self.folder) if int(path.name) <= int(name)]  # newer ones are damaged
+                for old in ours[self.keep :]:
                     if old != best:
                         self._remove(old)
 

@@ -128,6 +128,9 @@ def test_the_newest_and_the_best_are_kept(tmp_path: Path) -> None:
         store.save(pipeline, {}, score)
     assert [int(path.name) for path in checkpoints(tmp_path)] == [5, 4, 1]
     assert best_of(tmp_path) == tmp_path / "000000001"
+    pipeline.microbatches_done = 3  # the run resumed from an earlier one, as later ones are damaged
+    Checkpoints(tmp_path, keep=1).save(pipeline, {}, 0.2)
+    assert [int(path.name) for path in checkpoints(tmp_path)] == [5, 4, 3, 1]
     with pytest.raises(ConfigError, match=r"checkpoint\.keep: expected an integer >= 0, got -1"):
         Checkpoints(tmp_path, keep=-1)
 
