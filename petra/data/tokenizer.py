@@ -35,6 +35,8 @@ DELIMITERS = (DELIMITER, "<|begin_of_text|>", "<|im_end|>", "<bos>", "<s>")
 """Tokens that begin a document in the vocabularies of others; the first that a vocabulary has is taken."""
 VOCABULARY = "tokenizer.json"
 """File with the vocabulary, in the format of Hugging Face's ``tokenizers``."""
+LARGEST = 10_000_000
+"""Most tokens of a vocabulary."""
 LONGEST_WORD = 512
 """Bytes after which a new vocabulary divides a word, as in text without whitespace."""
 FEW = 10
@@ -80,7 +82,7 @@ def documents(paths: Iterable[Path], separator: str | None, progress: Callable[[
             else:
                 found = _pieces(_decoded(file.read(), path), separator)
             for count, (line, document) in enumerate(found, 1):
-                divided = divided or in_lines or count > 1
+                divided = divided or (count > 1 and not in_lines)
                 progress(len(document.encode()))
                 if (position := document.find(DELIMITER)) >= 0:
                     line += 0 if in_lines else document.count("\n", 0, position)
@@ -130,9 +132,10 @@ def train_vocabulary(texts: Iterable[str], size: int) -> Tokenizer:
         size: Number of tokens, among them the 256 bytes and the delimiter, which is token 0.
 
     Raises:
-        ConfigError: If ``size`` is too small, or ``tokenizers`` is not installed.
+        ConfigError: If ``size`` is too small or too large, or ``tokenizers`` is not installed.
     """
-    require(size >= 257, "--vocabulary", "an integer >= 257 (the bytes and the delimiter) or a file", size)
+    expected = f"an integer from 257 (the bytes and the delimiter) to {LARGEST:,}, or a file"
+    require(257 <= size <= LARGEST, "--vocabulary", expected, size)
     require_tokenizers()
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

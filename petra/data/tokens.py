@@ -66,9 +66,16 @@ class TokenFile:
             DataError: If the file can't be read, or contains a token that is not less than ``classes``.
         """
         tokens: NDArray[Any] = self._map[positions]
+        self._check(tokens)
+        return tokens
+
+    def check(self) -> None:
+        """Read all tokens. Raises the errors of reading some."""
+        self._check(self._map)
+
+    def _check(self, tokens: NDArray[Any]) -> None:
         if tokens.size and int(tokens.max()) >= self.classes:
             raise invalid(str(self.path), f"tokens less than {self.classes} (data.classes)", int(tokens.max()), DataError)
-        return tokens
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_map"}
@@ -223,6 +230,8 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
     train, test = _windows(files["train"], size, True), _windows(files[split], size, False)
     known = corpus.get("classes", classes)
     require(classes == known, "data.classes", f"{known}, the tokens of {folder / CORPUS}", classes)
+    for file in files[split] if not hashes else ():  # evaluation comes after a whole epoch
+        file.check()
     ratios = {part: _bytes_per_token(folder, part, found, corpus) for part, found in files.items() if corpus}
     form = "tokens", classes, size, train, test, ratios.get(split)
     return Dataset(*form, corpus.get("vocabulary"), delimiter=corpus.get("delimiter"), contents=next(iter(distinct))[:12])

@@ -133,6 +133,11 @@ OTHER = "expected other contents than any other file of the data, got those of"
         ("tokens", tokens("val_train.bin", WORDS[2]), 'val_train\\.bin: expected a name with "train" or "val", not with both'),
         ("tokens", tokens("val_test.bin", WORDS[2]), 'val_test\\.bin: expected a name with "val" or "test", not with both'),
         ("tokens", tokens("train.bin", WORDS[2] + 300), r"train\.bin: expected tokens less than 300 \(data\.classes\), got"),
+        (
+            "tokens",
+            tokens("val.bin", np.append(WORDS[1], 300).astype("<u2")),
+            r"val\.bin: expected tokens less than 300 .*, got 300",
+        ),
         ("tokens", write("corpus.json", "{"), r"corpus\.json: can't be read"),
         ("tokens", both(corpus(), tokens("train.bin", WORDS[2][:2000])), "expected 3000 tokens, as in corpus.json, got 2000"),
         ("tokens", corpus(vocabulary=5), r"corpus\.json: expected an integer classes, a text vocabulary"),

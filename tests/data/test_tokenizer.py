@@ -11,7 +11,7 @@ import torch
 from launch.tokenize import main
 from petra.data import load_dataset, tokenizer
 from petra.data.tokens import open_tokens
-from petra.errors import DataError
+from petra.errors import ConfigError, DataError
 from tests.support.commands import refused
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra 'text' is not installed")
@@ -160,7 +160,10 @@ def test_a_line_without_a_text_is_named(line: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "content"), [("a.txt", "one<>two"), ("a.jsonl", '{"text": "one"}\n{"text": "two"}\n')])
 def test_a_byte_order_mark_is_no_text(name: str, content: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8-sig")
-    assert [*tokenizer.documents([tmp_path / name], "<>", lambda count: None)] == ["one", "two"]
+    separator = "<>" if name == "a.txt" else None
+    assert [*tokenizer.documents([tmp_path / name], separator, lambda count: None)] == ["one", "two"]
+    with pytest.raises(ConfigError, match=r"^--separator: expected a text that occurs in the files"):
+        [*tokenizer.documents([tmp_path / name], "zz", lambda count: None)]
 
 
 def test_words_are_divided_only_if_they_are_long() -> None:
