@@ -88,7 +88,7 @@ def read_run(
 
     weights = SavedWeights.at(folder, "command line") if options.weights is None else SavedWeights(options.weights)
     if process.first:
-        weights.print_choice(folder if options.weights is None else None)
+        weights.print_choice(folder, chosen=options.weights is None)
     return weights, config
 
 

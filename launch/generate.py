@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         weights, config = read_run(options, options.words, process, ("model", "data"))  # the device is a flag
         model = weights.network(config).to(torch.device(options.device))
         require(find_stem(model) is not None, "command line", "a run of a language model", config.model.name, ModelError)
-        encode, decode, stop = vocabulary(config, options.vocabulary, weights)
+        encode, decode, stop = vocabulary(config, options.vocabulary, weights.require_vocabulary)
         text = generate(model, encode(options.prompt), sampling, options.seed, stop)
         print(options.prompt, end="", flush=True)
         for piece in decode(islice(text, options.tokens)):

@@ -203,7 +203,11 @@ def _rows(path: Path, *keys: str) -> list[dict[str, Any]]:
     """Return the rows of a file, all of which must have numbers under ``keys``."""
     from petra.training.records import read_rows
 
-    rows = read_rows(path)
+    return checked(read_rows(path), path, *keys)
+
+
+def checked(rows: list[dict[str, Any]], path: Path, *keys: str) -> list[dict[str, Any]]:
+    """Return rows of a file, all of which must have numbers under ``keys``."""
     for number, row in enumerate(rows, 1):
         for key in (*keys, *(row.keys() - {"sample"})):
             expected = f"a number {key} in line {number}"

@@ -10,11 +10,12 @@ from typing import Any
 
 from petra.analysis.plots import Panel, curve_panels, gradient_panels, grid, svg, timeline
 from petra.analysis.timeline import read_trace
+from petra.errors import DataError, first_line
 from petra.training.progress import value_text
 from petra.training.records import write_text_atomically
 
 from ..config.schema import Config
-from .folder import CONFIG, best_accuracy, epochs_in, gradients_in, summary_in, updates_in
+from .folder import CONFIG, SUMMARY, best_accuracy, epochs_in, gradients_in, summary_in, updates_in
 
 REPORT = "report.html"
 SPEED = "_per_second"
@@ -38,17 +39,20 @@ def write_report(folder: Path, summary: Row | None = None) -> Path:
     rows, summary = epochs_in(folder), summary_in(folder) if summary is None else summary
     intervals, processes = read_trace(trace) if trace.exists() else ((), ())
     incomplete = "This run is not complete; the page shows what it has recorded so far."
-    page = page_template(REPORT).render(
-        name=folder.resolve().name,
-        sentence=f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete,
-        rows=rows,
-        summary=summary,
-        value_text=value_text,
-        best_accuracy=best_accuracy,
-        timeline=svg(timeline(intervals, processes=processes)) if intervals else "",
-        config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
-        **{section: [_drawn(panel, section) for panel in panels] for section, panels in _panels(folder, rows, summary).items()},
-    )
+    try:
+        page = page_template(REPORT).render(
+            name=folder.resolve().name,
+            sentence=f"{describe(summary)}, on {summary['data']}, PyTorch {summary['torch']}." if summary else incomplete,
+            rows=rows,
+            summary=summary,
+            value_text=value_text,
+            best_accuracy=best_accuracy,
+            timeline=svg(timeline(intervals, processes=processes)) if intervals else "",
+            config=config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
+            **{section: [_drawn(panel, section) for panel in own] for section, own in _panels(folder, rows, summary).items()},
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise DataError(f"{folder / SUMMARY}: expected the summary of a run, got another file ({first_line(error)})") from error
     write_text_atomically(folder / REPORT, page.lstrip())
     return folder / REPORT
 

@@ -19,7 +19,7 @@ from petra.training.weight_files import State
 from ..config.schema import Config
 from ..runtime.rank import Process
 from .folder import CHECKPOINTS, CONFIG, METRICS, SUMMARY, as_data, changes_results, differences, flat, load_config, require_format
-from .weights import SavedWeights
+from .weights import SavedWeights, network_of
 
 FIXED = ("optim._target_", "optim.weights", "k")
 """Keys that no resumed run may change: the state in the checkpoint has another form, or belongs to another number of updates."""
@@ -165,6 +165,7 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
             return [*lost, *weights]
         if start.state is None:
             SavedWeights(start.path).require_vocabulary("data.root", vocabulary)
+            SavedWeights(start.path).require_network(config)
             restore(pipeline, start.path)
         else:
             load_state(pipeline, start.state, start.clock, "memory")
@@ -185,6 +186,9 @@ def _load_weights(pipeline: Pipeline, config: Config, path: Path, vocabulary: st
     weights = SavedWeights.at(path, "init_from")
     weights.load_into(pipeline, vocabulary, skip)
     other = differences(weights.facts.get("config", as_data(config)), as_data(config))
-    notes = {"random": sorted(skip), "trained with other values": [key for key in other if key.startswith("model.")]}
+    others = [key for key in other if key.startswith("model.")]
+    if weights.facts.get("network") not in (None, network_of(config)):
+        others.append("config.json in model.path")
+    notes = {"random": sorted(skip), "trained with other values": others}
     shown = "".join(f"; {note}: {', '.join(names)}" for note, names in notes.items() if names)
     return f"initial weights of {blocks - len(skip)} of {blocks} blocks from {weights}{shown}"

@@ -15,7 +15,6 @@ from petra.pipeline import Pipeline
 from petra.training.weight_files import gathered_blocks
 
 from ..config.schema import Config
-from .weights import SavedWeights
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[Iterable[int]], Iterator[str]]
@@ -35,16 +34,21 @@ class TextSample:
         pipeline: This process's part of the pipeline.
         config: Configuration of the run.
         tokens: Length of the text.
+        trained: Fingerprint of the vocabulary of the data, or None if it is unknown.
 
     Raises:
         PetraError: If the vocabulary can't be read. Raised in every process.
     """
 
-    def __init__(self, pipeline: Pipeline, config: Config, tokens: int) -> None:
+    def __init__(self, pipeline: Pipeline, config: Config, tokens: int, trained: str | None) -> None:
         self._pipeline, self._tokens, self._seed = pipeline, tokens, config.seed
         with raise_on_all_ranks():
             if pipeline.rank == 0:  # other machines may lack the files of the data set
-                encode, self._decode, self._stop = vocabulary(config, None)
+
+                def check(name: str, found: str) -> None:
+                    require(trained in (None, found), name, "the vocabulary of corpus.json beside it", "another", DataError)
+
+                encode, self._decode, self._stop = vocabulary(config, None, check)
                 self._start = encode("") or encode("\n")
 
     def __call__(self) -> dict[str, str]:
@@ -62,13 +66,13 @@ class TextSample:
         return found
 
 
-def vocabulary(config: Config, path: Path | None, weights: SavedWeights | None = None) -> tuple[Encode, Decode, int | None]:
+def vocabulary(config: Config, path: Path | None, check: Callable[[str, str], None]) -> tuple[Encode, Decode, int | None]:
     """Return the functions from text to tokens and back, and the token that ends a text.
 
     Args:
         config: Configuration of the run.
         path: File of the vocabulary; None for the one of the run's data.
-        weights: Weights that must have been trained with this vocabulary, or None.
+        check: Raises if it is not the vocabulary of what is used with it, given the name and the fingerprint.
 
     Raises:
         PetraError: If the vocabulary is missing, can't be read, or is another one.
@@ -80,8 +84,7 @@ def vocabulary(config: Config, path: Path | None, weights: SavedWeights | None =
     tokenizer = load_vocabulary(file)
     size, classes = classes_of(tokenizer), config.data.classes
     require(size <= classes, str(file), f"tokens less than {classes}, the run's data.classes", size - 1, DataError)
-    if weights is not None:
-        weights.require_vocabulary(str(file), fingerprint(tokenizer))
+    check(str(file), fingerprint(tokenizer))
     delimiter, masked = delimiter_of(tokenizer), config.model.options.get("delimiter")
     require(masked is None or delimiter in (None, masked), "model.delimiter", f"null or {delimiter}, as in {file}", masked)
     first = [] if delimiter is None else [delimiter]

@@ -42,6 +42,7 @@ from .records import Records, exclusive_folder, require_shared
 from .resume import Start, find_start, load_start
 from .text import MOST_PARAMETERS, TextSample
 from .undo import RunFolder
+from .weights import later_exports, network_of
 
 UPDATES_BETWEEN_DRIFTS = 10
 """Updates between two measurements of the weights' drift with ``trainer.stage_metrics``, in a run without ``trainer.log_every``."""
@@ -128,6 +129,7 @@ class TrainingRun:
         config = setup.config
         train, test = setup.data(replicas)
         facts = {"config": as_data(config), "chosen": setup.choices, "vocabulary": train.vocabulary, "contents": train.contents}
+        facts["network"] = network_of(config)
         facts["preparation"] = None if train.preparation is None else asdict(train.preparation)
         limit = config.trainer.limit_batches
         batches = limited(train.batches_per_epoch, limit)
@@ -143,6 +145,9 @@ class TrainingRun:
             self.records = None if folder is None else Records(setup, start, evaluated_text(config, *tested), folder.path)
         self.folder: Path = all_gather_objects(None if self.records is None else self.records.folder)[0]
         if self.records is not None:
+            if folder is not None and start.path is not None:
+                folder.stale = later_exports(folder.path, start.clock)
+                loaded += [f"{path} is removed when training begins: it has a later microbatch" for path in folder.stale]
             print(
                 *_warnings(setup, batches, train.vocabulary), *note(setup), self.records.headline(), *loaded, sep="\n", flush=True
             )
@@ -158,7 +163,7 @@ class TrainingRun:
         )
         readable = config.data.name == "text" or (setup.unit == "tokens" and train.vocabulary is not None)
         if config.trainer.sample is not None and readable and setup.plan.parameters <= MOST_PARAMETERS:
-            self.pipeline.measures.append(TextSample(self.pipeline, config, config.trainer.sample))
+            self.pipeline.measures.append(TextSample(self.pipeline, config, config.trainer.sample, train.vocabulary))
         self._run_folder, self._intervals = folder, list[Interval]()
         watchers = self._watchers(batches)
         self.trainer = trainer(self.pipeline, train, test, limit=limit, checkpoints=self.checkpoints, watchers=watchers, stop=stop)

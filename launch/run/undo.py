@@ -11,6 +11,7 @@ from torch import Tensor
 
 from petra.errors import Interrupted
 from petra.training import Watcher
+from petra.training.records import replaced
 
 from .folder import CHANGES, CHECKPOINTS, CONFIG, GRADIENTS, METRICS, SUMMARY, UPDATES
 
@@ -28,14 +29,17 @@ class RunFolder(Watcher):
     Attributes:
         path: The folder.
         begun: Whether the run has trained on a microbatch, or has nothing left to train. Errors then leave its files alone.
+        stale: Exports of a training that this one replaces from a checkpoint on. They are removed when it begins.
     """
 
     def __init__(self, path: Path, missing: Sequence[Path]) -> None:
-        self.path, self.begun, self._missing = path, False, missing
+        self.path, self.begun, self.stale, self._missing = path, False, list[Path](), missing
         self._kept = {path: path.read_bytes() if path.name in REWRITTEN else b"" for path in self._entries()}
 
     def microbatch(self, report: Tensor) -> None:
         self.begun = True
+        while self.stale:
+            self.stale.pop().unlink(missing_ok=True)
 
     @contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -59,8 +63,9 @@ class RunFolder(Watcher):
             else:
                 path.unlink(missing_ok=True)
         for path, content in self._kept.items():
-            if path.name in REWRITTEN:
-                path.write_bytes(content)
+            if path.name in REWRITTEN and not (path.exists() and path.read_bytes() == content):
+                with replaced(path) as file:  # the disk may be full
+                    file.write(content)
         for path in self._missing:
             path.rmdir()  # fails if another run uses it
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from petra.data.files import reading
 from petra.distributed import raise_on_all_ranks
 from petra.errors import DataError, ModelError, require
 from petra.inplace_abn import ConfusionMatrix
@@ -29,6 +33,20 @@ from .page import evaluated_text
 
 AVERAGE = "average"
 """Name under a checkpoint's folder that asks for its moving average instead of its weights. There is no such file."""
+
+
+UNUSED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Keys of a checkpoint's config.json that don't change what petra trains."""
+
+
+def network_of(config: Config) -> str | None:
+    """Return a hash of the network that config.json in ``model.path`` describes, or None for networks of petra."""
+    if config.model.name != "huggingface":
+        return None
+    path = Path(str(config.model.options["path"]), "config.json")
+    with reading(path):
+        content = {key: value for key, value in json.loads(path.read_bytes()).items() if key not in UNUSED}
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -106,6 +124,16 @@ class SavedWeights:
             expected = f"the vocabulary or names of classes {trained:.12}, with which {self.path} was trained"
             require(found == trained, name, expected, f"those of {found:.12}", DataError)
 
+    def require_network(self, config: Config) -> None:
+        """Check that ``model.path`` describes the network that was trained. An unknown one passes.
+
+        Raises:
+            DataError: If its config.json has changed, or is another one.
+        """
+        trained, path = self.facts.get("network"), config.model.options.get("path")
+        expected = f"a folder whose config.json describes the network of {self.path}"
+        require(trained in (None, network_of(config)), "model.path", expected, f"{path}, with another", DataError)
+
     def load_into(self, pipeline: Pipeline, vocabulary: str | None, skip: Collection[str] = ()) -> None:
         """Load the weights into this process's part of a pipeline.
 
@@ -129,6 +157,7 @@ class SavedWeights:
         Raises:
             ModelError: If the weights are those of another network.
         """
+        self.require_network(config)
         model = model_of(config)
         built = model.build(config.seed)
         try:
@@ -137,17 +166,18 @@ class SavedWeights:
             raise ModelError(f"{self.path}: does not fit {model.name} ({' '.join(str(error).split())})") from error
         return built.eval()
 
-    def print_choice(self, folder: Path | None = None) -> None:
-        """Print to stderr which weights a command reads.
+    def print_choice(self, folder: Path, *, chosen: bool) -> None:
+        """Print to stderr which weights a command reads, and how the configuration that trained them differs from the run's.
 
         Args:
-            folder: Folder of the run whose moving average of the same age and best checkpoint are named, too; None to name none.
+            folder: Folder of the run.
+            chosen: Whether the weights are the newest ones of the run. Its moving average of the same age and its best checkpoint
+                are named then, too.
         """
-        lines = [f"weights of {self}"]
-        if folder is not None:
-            now = load_config(folder / CONFIG)
-            if changed := [*filter(changes_results, differences(self.facts.get("config", now), now))]:
-                lines.append(f"warning: they were trained with another {', '.join(changed)} than {folder / CONFIG} has")
+        lines, now = [f"weights of {self}"], load_config(folder / CONFIG)
+        if changed := [*filter(changes_results, differences(self.facts.get("config", now), now))]:
+            lines.append(f"warning: they were trained with another {', '.join(changed)} than {folder / CONFIG} has")
+        if chosen:
             beside = self.path / AVERAGE if self.checkpoint else self.path.with_name(f"ema{self.path.suffix}")
             averages = self.facts.get("config", {}).get("optim", {}).get("average") is not None
             if averages if self.checkpoint else beside.exists() and SavedWeights(beside).clock == self.clock:
@@ -161,6 +191,16 @@ class SavedWeights:
             return f"{self.path}, which does not record its microbatch"
         epochs = self.facts.get("epochs", len(self.facts.get("trainer", {}).get("history", ())))
         return f"{self.path}, after microbatch {self.facts['clock']} ({epochs} epochs done)"
+
+
+def later_exports(folder: Path, clock: int) -> list[Path]:
+    """Return the exported weights of a run after more than ``clock`` microbatches. A file that can't be read is none."""
+    found = []
+    for path in (folder / f"{name}{suffix}" for name in ("model", "ema") for suffix in FORMATS.values()):
+        with suppress(DataError):
+            if path.exists() and SavedWeights(path).clock > clock:
+                found.append(path)
+    return found
 
 
 def evaluate(config: Config, weights: SavedWeights, process: Process) -> dict[str, Any]:
@@ -195,6 +235,7 @@ def _evaluate_in_group(setup: Setup, weights: SavedWeights) -> dict[str, Any]:
     train, test = setup.data()
     pipeline, data = setup.pipeline(), setup.config.data
     with raise_on_all_ranks():
+        weights.require_network(setup.config)
         weights.load_into(pipeline, train.vocabulary)
     batches = limited(test.batches, setup.config.trainer.limit_batches)
     result = pipeline.evaluate(test, batches)

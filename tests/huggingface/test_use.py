@@ -17,6 +17,7 @@ import torch
 from launch import export
 from launch.evaluate import read_run, run_parser
 from petra.data.tokenizer import train_vocabulary
+from petra.errors import DataError
 from tests.structure import ROOT
 from tests.support.commands import ALONE, refused
 from tests.support.commands import train as train_here
@@ -102,6 +103,24 @@ def test_adapters_are_added_to_the_exported_weights(done: tuple[Path, dict[str, 
     tokens = torch.randint(1, 280, (2, 16), generator=torch.Generator().manual_seed(0))
     found = model(tokens).logits.flatten(0, 1)
     torch.testing.assert_close(found, weights.network(config)(tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_another_network_in_the_folder_of_the_checkpoint_is_refused(done: tuple[Path, dict[str, str]]) -> None:
+    folder = done[0]
+    file = folder / "SmolLM2" / "config.json"
+    content = file.read_text()
+    weights, config = read_run(run_parser(None).parse_args([str(folder / "runs" / "tuned")]), [], ALONE, ())
+    try:
+        file.write_text(json.dumps(json.loads(content) | {"transformers_version": "0"}))
+        weights.require_network(config)
+        file.write_text(json.dumps(json.loads(content) | {"rms_norm_eps": 0.5}))
+        with pytest.raises(DataError, match=r"^model\.path: expected a folder whose config.json describes the network of .*tuned"):
+            weights.network(config)
+        words = next(words for words in page_commands() if words[0] == "train")
+        with pytest.raises(DataError, match=r"^model\.path: expected a folder whose config.json"):
+            train_here(*(word for word in words if "=" in word), "resume=auto")
+    finally:
+        file.write_text(content)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_pieces_are_those_of_decoding_the_whole_text(trained: Path) -> None:
 
     tokenizer = tokenizers.Tokenizer.from_file(str(trained / "tokens" / "tokenizer.json"))
     config = compose_overrides(["model=revgpt_1m", "data=tokens", f"data.root={trained}/tokens", "data.classes=280"])
-    encode, decode, _ = vocabulary(config, None)
+    encode, decode, _ = vocabulary(config, None, lambda name, found: None)
     tokens = encode("naïve café → 日本\n twice twice")[1:]
     shown, expected = "", []
     for end in range(1, len(tokens) + 1):
@@ -164,6 +164,23 @@ def test_another_vocabulary_of_the_same_size_is_refused(trained: Path, other: Pa
             assert str(other) in error or error.startswith("data.root: ")
     with pytest.raises(PetraError, match=r"^model\.delimiter: expected null or 0, as in corpus\.json, got 5"):
         train(*RUN, f"data.root={trained}/tokens", "model.delimiter=5", "trainer.sample=null")
+
+
+def test_a_sample_has_the_vocabulary_of_the_tokens(trained: Path, other: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "tokens", tmp_path / "tokens")
+    shutil.copy(other / "tokenizer.json", tmp_path / "tokens")
+    with pytest.raises(PetraError, match=r"tokenizer\.json: expected the vocabulary of corpus\.json beside it, got another"):
+        train(*RUN, f"data.root={tmp_path}/tokens", f"run_dir={tmp_path}/run")
+
+
+def test_weights_that_are_named_are_compared_with_the_run(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = (trained / "run" / "config.yaml").read_text()
+    shutil.copytree(trained / "run", tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(config.replace("label_smoothing: 0.0", "label_smoothing: 0.1"))
+    evaluate.main([f"{tmp_path}/run", f"--weights={trained}/run/model.safetensors"])
+    assert "warning: they were trained with another trainer.label_smoothing than" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", ["resume", "init_from"])

@@ -1,6 +1,7 @@
 """The folder of a run: as it was after a failed start, complete whatever fails at the end; sweeps and their tables."""
 
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from launch.config.compose import command_line_jobs
 from launch.run import build
 from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
-from petra.errors import CommunicationError, ConfigError
+from petra.errors import CommunicationError, ConfigError, PetraError
 from tests.support.commands import ALONE, TINY, lines, planned
 from tests.support.commands import train as start
 
@@ -117,6 +118,34 @@ def test_a_resumed_run_that_does_not_start_is_as_before(
     after = files(finished)
     assert after.keys() == before.keys()
     assert {name for name in after if after[name] != before[name]} <= {".lock"}
+
+
+def test_files_of_a_run_survive_a_start_that_fails_on_a_full_disk(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> int:
+        path.open("wb").close()
+        raise OSError(28, "No space left on device")
+
+    before = files(finished)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        with pytest.raises(PetraError):
+            start(*RUN, f"run_dir={finished}", "resume=auto", "k=3")
+    assert {name: content for name, content in files(finished).items() if name != ".lock"} == {
+        name: content for name, content in before.items() if name != ".lock"
+    }
+
+
+def test_exports_of_a_training_that_is_replaced_are_removed_when_it_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    start(*RUN, "run_dir=run", "trainer.epochs=2", "trainer.export=pt", "checkpoint.keep=2")
+    last = max(Path("run/checkpoints").iterdir())
+    shutil.rmtree(last)
+    words = ("run_dir=run", "trainer.epochs=2", "trainer.export=none", "checkpoint.keep=2", "resume=auto")
+    with pytest.raises(ConfigError):
+        start(*RUN, *words, "optim.lr=0.3")
+    assert Path("run/model.pt").exists()
+    start(*RUN, *words)
+    assert "run/model.pt is removed when training begins: it has a later microbatch" in capsys.readouterr().out
+    assert not Path("run/model.pt").exists()
 
 
 def test_an_error_of_wandb_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

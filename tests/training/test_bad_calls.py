@@ -171,7 +171,7 @@ def test_weights_are_numbers_and_those_of_the_run(tmp_path: Path, capsys: pytest
     for name, seed in (("model.pt", 1), (CONFIG, 2)):
         content = {"format": FORMAT, "seed": seed}
         export(build(), tmp_path / name, {"config": content}) if seed == 1 else (tmp_path / name).write_text(json.dumps(content))
-    SavedWeights.at(tmp_path, "run").print_choice(tmp_path)
+    SavedWeights.at(tmp_path, "run").print_choice(tmp_path, chosen=False)
     assert f"trained with another seed than {tmp_path / CONFIG} has" in capsys.readouterr().err
     torch.save({"a.weight": torch.tensor([1.0, float("nan")])}, tmp_path / "other.pt")
     with pytest.raises(PetraError, match=r"other\.pt, a\.weight: expected numbers, got NaN"):
