@@ -10,12 +10,25 @@ from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
-from petra.errors import DataError, first_line, require
+from petra.errors import DataError, PetraError, first_line, require
 from petra.method import METHODS
 
 from .config.schema import SECTIONS
 from .config.words import as_word
-from .run.folder import CHANGES, CONFIG, RECORD, best_accuracy, epochs_in, flat, load_config, records_in, rows_of, updates_in
+from .run.folder import (
+    CHANGES,
+    CONFIG,
+    RECORD,
+    best_accuracy,
+    checked,
+    epochs_in,
+    flat,
+    load_config,
+    records_in,
+    rows_of,
+    summary_in,
+    updates_in,
+)
 from .runtime.terminal import command, parser_for, path_argument, table
 
 ALWAYS = {"data": "data", "method": "method.name", "d": "method.delay", "k": "k"}
@@ -75,6 +88,8 @@ def _read_all(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
     found = [pair for path in paths for pair in _read(path)]
     names = [path.resolve().name.removesuffix(RECORD) for path, _ in found]
     names = names if len({*names}) == len(names) else [str(path) for path, _ in found]
+    for name in names:
+        require(names.count(name) == 1, "command line", "each run once", f"{name} twice")
     return dict(zip(names, [run for _, run in found], strict=True))
 
 
@@ -83,6 +98,7 @@ def _read(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     file = next((each for each in (path, path.parent) if each.suffix == ".jsonl"), None)
     if file is None and not path.name.endswith(RECORD):
         rows, settings = epochs_in(path), _settings(load_config(path / CONFIG))
+        summary_in(path)  # raises if it is that of other epochs
         yield path, {"settings": settings, "rows": rows, "updates": updates_in(path), "mark": "*" * (path / CHANGES).exists()}
         return
     records = records_in(file or path)
@@ -92,7 +108,11 @@ def _read(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         content, place = records[name], path if file is None else file / name
         try:
             settings = {key: content[field] for field, key in RECORDED.items()}
-            rows, updates = rows_of(content["curve"]), rows_of(content["updates"])
+            rows = checked(rows_of(content["curve"]), place, "epoch", "train_loss", "test_loss")
+            updates = checked(rows_of(content["updates"]), place)
+            require(bool(rows), str(place), "a finished epoch", "none", DataError)
+        except PetraError:
+            raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"{place}: expected the record of a run, got another file ({first_line(error)})") from error
         yield place, {"settings": settings, "rows": rows, "updates": updates, "mark": ""}

@@ -250,6 +250,10 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
     Args:
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
+    for word in overrides:
+        key, _, value = word.partition("=")
+        expected = f"{AUTO} or null, since petra plan chooses the stages of --devices processes"
+        require(key != "trainer.stages" or value in (AUTO, "null"), key, expected, value)
     # This one process accepts no transport between processes.
     alone = set_up(replace(config, trainer=replace(config.trainer, transport=AUTO)), Process(0, config.dp, 0, 1))
     setup, machines = replace(alone, config=config), _machines(options, config)
@@ -417,6 +421,9 @@ def _machines(options: argparse.Namespace, config: Config) -> Machines:
     (source, path), *others = [pair for pair in sources.items() if pair[1]] or [("", None)]
     for other, second in others:
         require(Path(second) == Path(path), other, f"nothing, or the file of {source}, {path}", second)
+    if (limit := config.trainer.memory_limit) is not None and not path:
+        require(options.memory in (None, limit), "--memory", f"nothing, or {limit:g} as trainer.memory_limit", options.memory)
+        options.memory = limit
     for name, default in DEFAULTS.items():
         value, instead = getattr(options, name), "--measure" if name == "teraflops" else f"{source}={path}"
         unused = options.measure if name == "teraflops" else bool(path)

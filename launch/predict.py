@@ -17,7 +17,7 @@ from .run.build import set_numerics
 from .runtime.agent import this_process
 from .runtime.terminal import command, path_argument
 
-USED = ("model", "data", "trainer.device", "trainer.matmul_precision", "trainer.cudnn_benchmark")
+USED = ("model", "data.size", "trainer.device", "trainer.matmul_precision", "trainer.cudnn_benchmark")
 """Groups and keys of the run's configuration that a prediction uses."""
 
 

@@ -240,6 +240,8 @@ def no_parameter(key: str, value: object, target: str, parameters: Collection[st
 
 def unknown(key: str, siblings: Collection[str] | None = None) -> PetraError:
     """Return the error for a key that doesn't exist, with the nearest one: in its group, or by its name in any group."""
+    if key == "experiment":
+        return ConfigError('experiment: no such key; a file of your own must begin with "# @package _global_"')
     if key in RENAMED:
         return ConfigError(f"{key}: no such key; use {RENAMED[key]}")
     group, _, name = key.rpartition(".")

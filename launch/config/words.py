@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -20,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from petra.errors import ConfigError, PetraError, accepts, invalid, require
 
-from .catalogue import all_keys
+from .catalogue import CONF, all_keys, configurations
 from .schema import GROUPS
 
 WORD = re.compile(r"(?P<key>\+{0,2}[\w./@$-]+)=(?P<value>.*)", re.DOTALL)
@@ -31,9 +32,9 @@ FLAGS = ("--nproc", "--multirun", "--config-dir", "--cfg", "--trust", "--help")
 """Flags of commands that compose a configuration, for messages."""
 HYDRA_FLAGS = (
     *("--help", "-h", "--hydra-help", "--version", "--shell-completion", "-sc", "--info", "-i", "--run", "-r", "--multirun", "-m"),
-    *("--cfg", "-c", "--resolve", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+    *("--cfg", "-c", "--resolve", "--config-dir", "-cd"),
 )
-"""Flags of Hydra's parser."""
+"""Flags of Hydra's parser that have a meaning here."""
 SWEPT = "such as 'run_dir=runs/k${k}' for the folders of a sweep over k"
 WARNS = "no such key, since petra prints its warnings itself"
 INSTEAD: dict[str, tuple[Any, str]] = {
@@ -149,6 +150,10 @@ def check_words(words: Sequence[str]) -> None:
     for word in words:
         if word.startswith("-") and word.partition("=")[0] not in HYDRA_FLAGS:
             raise unknown_flag(word)
+    for flag, following in zip(words, [*words, ""][1:], strict=True):
+        name, equals, folder = flag.partition("=")
+        if name in ("--config-dir", "-cd"):
+            _check_own_files(Path(folder if equals else following))
     for word in words:
         name = word.lstrip("+~").partition("=")[0]
         if re.match(r"hydra[./]", name) and not HONOURED.fullmatch(name):
@@ -169,6 +174,14 @@ def check_hydra() -> None:
     for key, (accepted, instead) in INSTEAD.items():
         found = OmegaConf.select(config, f"hydra.{key}")
         require(accepted is ... or found == accepted or not (found or accepted), f"hydra.{key}", instead, found)
+
+
+def _check_own_files(folder: Path) -> None:
+    """Check that no file of ``--config-dir`` has the place of one of petra's own, which Hydra would read instead."""
+    for path in sorted(folder.glob("**/*.yaml")):
+        group, name = path.relative_to(folder).parent.as_posix(), path.stem
+        own = (Path(CONF) / path.relative_to(folder)).exists() or (group in GROUPS and name in configurations(group))
+        require(not own, "--config-dir", f"a file of another name than {group}/{name}, which petra has, too", path)
 
 
 def unknown_flag(word: str, flags: Collection[str] = FLAGS) -> PetraError:

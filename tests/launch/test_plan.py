@@ -92,7 +92,7 @@ def test_plan_prints_all_methods_and_recommends_one(capsys: pytest.CaptureFixtur
     recommended = re.search(r"recommended: (.*)", out).group(1).split()  # type: ignore[union-attr]
     pasted = shlex.split(re.search(r"to train: (.*)", out).group(1))  # type: ignore[union-attr]
     assert pasted == ["petra", "train", "--nproc", "4", *SMALL, "k=8", *recommended]
-    own, chosen = ("method.keep=input", "method.delay=2", "method.max_updates=9"), ("trainer.stages=auto", "trainer.memory_limit=9")
+    own, chosen = ("method.keep=input", "method.delay=2", "method.max_updates=9"), ("trainer.stages=auto",)
     main(["--devices", "10", *SMALL, "dp=2", "optim.shard=true", *chosen, "method=1f1b", *own])
     replicated = capsys.readouterr().out
     rows = {cells[1].strip(): cells for line in replicated.splitlines() if len(cells := line.split("|")) > 8}

@@ -107,6 +107,14 @@ def test_messages_follow_the_transport_of_the_command(monkeypatch: pytest.Monkey
         ("--machines FILE --teraflops 0", "--teraflops: expected a number >= 1e-6 and <= 1e6, got 0.0"),
         ("--machines FILE --per-machine 0", "--per-machine: expected a number > 0, got 0"),
         (
+            "trainer.stages=[1,4,5]",
+            "trainer.stages: expected auto or null, since petra plan chooses the stages of --devices processes, got [1,4,5]",
+        ),
+        (
+            "--memory 2 trainer.stages=auto trainer.memory_limit=3",
+            "--memory: expected nothing, or 3 as trainer.memory_limit, got 2.0",
+        ),
+        (
             "--machines FILE cluster.machines=other",
             "cluster.machines: expected nothing, or the file of --machines, FILE, got other",
         ),
@@ -116,6 +124,12 @@ def test_flags_without_effect_are_refused(words: str, message: str, tmp_path: Pa
     file = tmp_path / "machines.yaml"
     file.write_text("devices: [{}, {}]\nlinks: [{forward: {bandwidth: 1}, backward: {bandwidth: 1}}]\n")
     assert refused(plan.main, [*words.replace("FILE", str(file)).split(), *SMALL]) == message.replace("FILE", str(file))
+
+
+def test_the_memory_limit_of_a_run_is_that_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.main(["--devices", "2", *SMALL, "trainer.stages=auto", "trainer.memory_limit=1e-6"])
+    assert "| petra " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("data", [["data=synthetic", "data.images=64"], ["data=text", "model=revgpt", "data.size=8"]])

@@ -79,8 +79,9 @@ def test_a_file_may_have_an_equals_sign_in_its_name(
         (
             predict,
             "x.png trainer.precision=bf16",
-            "trainer.precision: expected nothing, since the command uses model, data, trainer",
+            "trainer.precision: expected nothing, since the command uses model, data.size, trainer",
         ),
+        (predict, "x.png data.batch_size=3", "data.batch_size: expected nothing, since the command uses model, data.size, trainer"),
         (evaluate, "dp=2", "dp: expected nothing, since the command uses model, data, method, seed, trainer.stages, "),
         (evaluate, "trainer.transport=edge", "trainer.transport: expected nothing, since the command uses model, "),
         (evaluate, "optim.average=0.9", "optim.average: expected nothing, since the command uses model, data, "),

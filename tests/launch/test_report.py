@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from launch.compare import RECORDED
 from launch.compare import main as compare
 from launch.report import main as report
 from petra.analysis.plots import curve_panels
@@ -186,8 +187,37 @@ def test_what_cannot_be_compared_is_one_line(metrics: str, config: str | None, o
     assert message in refused(compare, [str(tmp_path), "--out", str(tmp_path / out)], silent=False)
 
 
+def test_a_run_is_compared_once_with_all_of_its_epochs(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(GOOD))
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    twice = refused(compare, [str(tmp_path), f"{tmp_path}/"], silent=False)
+    assert twice == f"command line: expected each run once, got {tmp_path} twice"
+    (tmp_path / "summary.json").write_text(json.dumps({"microbatches": 16, "test_loss": 1.0}))
+    assert "summary.json: expected the summary of metrics.jsonl, got another" in refused(compare, [str(tmp_path)], silent=False)
+
+
+@pytest.mark.parametrize(
+    ("curve", "message"),
+    [
+        ({"epoch": []}, "expected a finished epoch, got none"),
+        ({"epoch": [1], "train_loss": [1.5], "test_loss": [None]}, "expected a number test_loss in line 1, got none"),
+        ({"epoch": [1], "train_loss": ["x"], "test_loss": [1.5]}, "expected a number train_loss in line 1, got x"),
+    ],
+)
+def test_a_damaged_record_is_one_line(curve: dict[str, Any], message: str, tmp_path: Path) -> None:
+    record = dict.fromkeys(RECORDED, 1) | {"curve": curve, "updates": {}}
+    (tmp_path / "a.record.json").write_text(json.dumps(record))
+    assert message in refused(compare, [f"{tmp_path}/a.record.json"], silent=False)
+
+
 @pytest.mark.parametrize("name", ["summary.json", "trace.json", "gradients.jsonl", "updates.jsonl"])
 def test_a_damaged_file_is_named_by_the_report(name: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(GOOD))
     (tmp_path / name).write_text("{]\n{]\n")
     assert refused(report, [str(tmp_path)]).startswith(f"{tmp_path}/{name}: ")
+
+
+def test_a_summary_of_another_program_is_named_by_the_report(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(GOOD))
+    (tmp_path / "summary.json").write_text(json.dumps({"microbatches": 8, "test_loss": 1.25, "model": "mine"}))
+    assert refused(report, [str(tmp_path)]).startswith(f"{tmp_path}/summary.json: expected the summary of a run, got another file")

@@ -156,6 +156,23 @@ def test_a_file_can_not_set_them_either(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["experiment/demo.yaml", "optim/adamw.yaml", "method/petra.yaml"])
+def test_a_file_of_your_own_has_a_name_of_its_own(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir()
+    (tmp_path / name).write_text("# @package _global_\nk: 2\n")
+    expected = f"--config-dir: expected a file of another name than {name[:-5]}, which petra has, too, got {tmp_path / name}"
+    assert read("--config-dir", str(tmp_path), "k=1") == expected
+    (tmp_path / "experiment").mkdir(exist_ok=True)
+    (tmp_path / name).rename(mine := tmp_path / "experiment" / "mine.yaml")
+    mine.write_text("k: 2\n")
+    assert "must begin with" in str(read(f"--config-dir={tmp_path}", "experiment=mine"))
+
+
+def test_flags_of_hydra_without_a_meaning_are_refused() -> None:
+    for flag in ("-cn", "--package", "--config-path"):
+        assert str(read("k=1", flag, "x")).startswith(f"command line: no flag {flag}")
+
+
 def test_keys_of_hydra_in_a_sweep() -> None:
     assert read("-m", "k=1,2", "run_dir=r${hydra:job.num}") == ["r0", "r1"]
     assert read("hydra.mode=MULTIRUN", "k=1,2", "run_dir='${hydra:job.name}_${k}'", "hydra.job.name=x") == ["x_1", "x_2"]
