@@ -201,10 +201,11 @@ def _count_update(stage: Stage, plan: StagePlan, recipe: Recipe, run: Plan | Non
     if recipe.rules.shard and run is not None:
         shares = divide(stage.gradients.parameters, run.layout.dp)
         keep_share(optimizer, shares, max(range(len(shares)), key=lambda i: elements(shares[i])))
+    kept = list[Sequence[object]]()
     if run is not None:
         for extension in recipe.extensions:
             extension.parts(stage, optimizer, run, plan.index)  # hooks of the optimizer refer to them
-        kept = [extension.parts_after_step(stage, run, plan.index, ()) for extension in recipe.extensions]
+        kept += [extension.parts_after_step(stage, run, plan.index, ()) for extension in recipe.extensions]
     sums = [part for parts in kept for part in parts if isinstance(part, OuterUpdate)]
     try:
         with eager():

@@ -50,7 +50,7 @@ def write_run(folder: Path, config: dict[str, Any], test_accuracy: float, **summ
     """Write the files of a finished run."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    row = {"epoch": 1, "microbatches": 100, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": 1.0}
+    row = {"epoch": 1, "microbatches": 100, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": 1.0, "microbatches": 100}
     row |= {"test_accuracy": test_accuracy}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "stages": 10, "k": config["k"], "parameters": 700_000}
@@ -188,7 +188,7 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     options = {"width": 0.25, "norm": "batchnorm"}
     config = config_of("method=petra", "k=4", "seed=3", "trainer.epochs=1")
-    write_run(folder, config, 0.7, model_options=options, layout=[{"stage": 1}])
+    write_run(folder, config, 0.7, model_options=options, layout=[{"stage": 1}], microbatches=100, test_loss=1.0)
     row = json.loads((folder / "metrics.jsonl").read_text()) | {"stage/1/staleness": 4.5, "stage/2/staleness": 4.0}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     updates: list[dict[str, Any]] = [{"microbatches": 4 * n, "updates": n, "update/loss": float(n)} for n in range(1, 402)]
@@ -212,7 +212,7 @@ def test_the_folder_of_a_run_becomes_a_record(run: Path, tmp_path: Path, capsys:
     assert (record.setting, record.scale, record.commit, record.machine) == ("mine_1.5e-3", "paper", "755bbe8", "B")
     assert (record.method, record.delay, record.k, record.seed, record.optimizer) == ("petra", 2, 4, 3, "sgd")
     assert record.architecture == "width 0.25, norm batchnorm"
-    assert record.summary == {"test_accuracy": 0.7, "train_accuracy": 0.5}
+    assert record.summary == {"test_accuracy": 0.7, "train_accuracy": 0.5, "test_loss": 1.0, "microbatches": 100}
     assert record.curve["stage/1/staleness"] == [4.5]
     assert "stage/2/staleness" not in record.curve
     updates = rows_of(record.updates)
