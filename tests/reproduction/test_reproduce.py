@@ -50,7 +50,7 @@ def write_run(folder: Path, config: dict[str, Any], test_accuracy: float, **summ
     """Write the files of a finished run."""
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    row = {"epoch": 1, "microbatches": 100, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": 1.0, "microbatches": 100}
+    row = {"epoch": 1, "microbatches": 100, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": 1.0}
     row |= {"test_accuracy": test_accuracy}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     content = {"test_accuracy": test_accuracy, "train_accuracy": 0.5, "stages": 10, "k": config["k"], "parameters": 700_000}
