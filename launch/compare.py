@@ -10,7 +10,7 @@ from fnmatch import filter as matching
 from pathlib import Path
 from typing import Any
 
-from petra.errors import DataError, PetraError, first_line, require
+from petra.errors import DataError, first_line, require
 from petra.method import METHODS
 
 from .config.schema import SECTIONS
@@ -108,13 +108,11 @@ def _read(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         content, place = records[name], path if file is None else file / name
         try:
             settings = {key: content[field] for field, key in RECORDED.items()}
-            rows = checked(rows_of(content["curve"]), place, "epoch", "train_loss", "test_loss")
-            updates = checked(rows_of(content["updates"]), place)
-            require(bool(rows), str(place), "a finished epoch", "none", DataError)
-        except PetraError:
-            raise
+            rows, updates = rows_of(content["curve"]), rows_of(content["updates"])
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise DataError(f"{place}: expected the record of a run, got another file ({first_line(error)})") from error
+        require(bool(rows), str(place), "a finished epoch", "none", DataError)
+        rows, updates = checked(rows, place, "epoch", "train_loss", "test_loss"), checked(updates, place)
         yield place, {"settings": settings, "rows": rows, "updates": updates, "mark": ""}
 
 

@@ -251,7 +251,7 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         overrides: What ``config`` was composed of, for the command that trains as recommended.
     """
     for word in overrides:
-        key, _, value = word.partition("=")
+        key, _, value = word.lstrip("+").partition("=")
         expected = f"{AUTO} or null, since petra plan chooses the stages of --devices processes"
         require(key != "trainer.stages" or value in (AUTO, "null"), key, expected, value)
     # This one process accepts no transport between processes.

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.replicas import join
-from petra import BlockSpec, ConfigError, Method, Model, Pipeline, TensorSpec, UpdateRules, make_plan
+from petra import BlockSpec, ConfigError, DataError, Method, Model, Pipeline, TensorSpec, UpdateRules, make_plan
 from petra.cost_model.memory import predict_memory
 from petra.cost_model.stage_memory import LiveBytes
-from petra.engine.options.outer_step import OuterStep
+from petra.engine.options.outer_step import OuterStep, OuterUpdate
 from petra.engine.options.replicas import OwnShare
 from petra.engine.options.sums import CHUNK
 from petra.models import revgpt, revnet18
@@ -264,6 +264,15 @@ def test_a_sum_that_has_not_acted_yet_is_a_mean_for_any_number_of_replicas(tmp_p
         for key, w in weights(alone).items():
             torch.testing.assert_close(found[f"{key} before"], before[key], rtol=0, atol=0)
             torch.testing.assert_close(found[f"{key} after"], w, rtol=1e-12, atol=1e-12)
+
+
+def test_a_sum_of_earlier_versions_is_refused() -> None:
+    (part,) = (each for each in make(CASES["diloco"], 1).workers[0].update.parts if isinstance(each, OuterUpdate))
+    (p, *_) = part.tensors()["method/outer_own"]
+    with pytest.raises(
+        DataError, match=r"^checkpoint: expected method/outer_mean \(commit 449f214c reads older ones\), got method/o"
+    ):
+        part.resume({"method/outer_sum": {p: p}})
 
 
 def sums_and_prediction(rank: int) -> tuple[int, int]:

@@ -107,7 +107,7 @@ def test_messages_follow_the_transport_of_the_command(monkeypatch: pytest.Monkey
         ("--machines FILE --teraflops 0", "--teraflops: expected a number >= 1e-6 and <= 1e6, got 0.0"),
         ("--machines FILE --per-machine 0", "--per-machine: expected a number > 0, got 0"),
         (
-            "trainer.stages=[1,4,5]",
+            "++trainer.stages=[1,4,5]",
             "trainer.stages: expected auto or null, since petra plan chooses the stages of --devices processes, got [1,4,5]",
         ),
         (

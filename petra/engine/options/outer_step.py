@@ -23,7 +23,7 @@ from petra.engine.options.extension import Extension
 from petra.engine.options.sums import PACKED, AllReduces, Packed
 from petra.engine.stage import Stage
 from petra.engine.update import LearningRate, Part, Pending
-from petra.errors import Share, check_types, require
+from petra.errors import DataError, Share, check_types, require
 from petra.hooks import Hook
 from petra.method import Method
 from petra.plan import Plan
@@ -214,7 +214,13 @@ class OuterUpdate(Part, Hook):
 
     @torch.no_grad()
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
-        """Restore the state of a drained pipeline. A parameter without one starts again from its value."""
+        """Restore the state of a drained pipeline. A parameter without one starts again from its value.
+
+        Raises:
+            DataError: If it has a sum that waits, as of versions that divided it later.
+        """
+        expected = f"{MEAN} (commit 449f214c reads older ones)"
+        require(not tensors.get("method/outer_sum"), "checkpoint", expected, "method/outer_sum", DataError)
         own, momentum, sums = (tensors.get(kind, {}) for kind in (OWN, MOMENTUM, MEAN))
         self.other = [own.get(p, p).detach().to(p, copy=True) for p in self._parameters]
         self.momentum = [momentum[p].to(p, copy=True) if p in momentum else torch.zeros_like(p) for p in self._parameters]
