@@ -6,7 +6,7 @@ from functools import partial
 from math import isfinite
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from petra.engine.block import Stored
 from petra.engine.checks import CheckedFunction, samples
@@ -14,6 +14,12 @@ from petra.engine.weights import WeightVersion
 from petra.errors import ModelError, invalid
 from petra.reversible import Gradients
 from petra.specs import Streams
+
+
+def own_buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return the buffers that passes may change, each with its module and name: all but those that a process has once."""
+    parts = [part for part in module.modules() if not hasattr(part, "once_per_process")]
+    return [(part, name, buffer) for part in parts for name, buffer in part.named_buffers(recurse=False)]
 
 
 class CheckedInverse(CheckedFunction):
@@ -27,8 +33,7 @@ class CheckedInverse(CheckedFunction):
     def inverse_vjp(self, m: int, y: Streams, dy: Streams, version: WeightVersion | None) -> tuple[Streams, Streams, Gradients]:
         x, dx, gradients = self.function.inverse_vjp(m, y, dy, version)
         self.runner.function = self.function
-        parts = [part for part in self.module.modules() if not hasattr(part, "once_per_process")]  # no pass changes what is shared
-        buffers = [(buffer, buffer.clone()) for part in parts for buffer in part.buffers(recurse=False)]
+        buffers = [(buffer, buffer.clone()) for *_, buffer in own_buffers(self.module)]
         plain = self.runner.with_graph(m, x, version)
         self.end(plain.outputs, version)
         again, given, found = samples(plain.outputs), samples(y), samples(x)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from petra.engine.accumulation import Accumulation
 from petra.engine.block import Recompute, WrappedRunner
+from petra.engine.options.checked_inverse import own_buffers
 from petra.engine.stage import Stage, evaluating
 from petra.hooks import Hook
 from petra.plan import Plan
@@ -97,8 +98,7 @@ def _unchanged(stage: Stage, x: Streams) -> Iterator[None]:
     gradients, runners = stage.gradients, stage.runners
     inner = [runner.inner if isinstance(runner, WrappedRunner) else runner for runner in runners]
     fetching = [(runner, runner.fetch) for runner in inner if isinstance(runner, Recompute) and runner.fetch is not None]
-    layers = [layer for layer in stage.module.modules() if not hasattr(layer, "once_per_process")]  # no pass changes what is shared
-    buffers = [(layer, *named) for layer in layers for named in layer.named_buffers(recurse=False)]
+    buffers = own_buffers(stage.module)
     values = [buffer.clone() for *_, buffer in buffers]
     stage.gradients, stage.runners = _NotAdded(), inner
     for runner, _ in fetching:
