@@ -86,7 +86,7 @@ class InOneProcess(AllReduces):
             self._changed.wait_for(lambda: len(sent) == self._size, timeout=3600)
         total = torch.stack([sent[r] for r in range(self._size)]).sum(0)
         self._tensor.copy_(self._traveled(total))
-        return 1 / self._size  # pipelines of one replica divide by no number
+        return 1.0
 
     def _traveled(self, tensor: Tensor) -> Tensor:
         if self._form is None:
@@ -103,7 +103,7 @@ def join(pipelines: Sequence[Pipeline]) -> None:
         arrived: dict[int, dict[int, Tensor]] = {}
         for r, pipeline in enumerate(pipelines):
             update = pipeline.workers[j].update[OuterUpdate]
-            update.join(InOneProcess(arrived, changed, r, len(pipelines), update.packed))
+            update.join(InOneProcess(arrived, changed, r, len(pipelines), update.packed), len(pipelines))
 
 
 class ErrorsAfterSteps(ReconstructionMonitor):

@@ -226,7 +226,7 @@ def _count_sums(updates: Sequence[OuterUpdate], replicas: int, live: LiveBytes) 
     step, before, live.most = live.most, live.now, live.now
     held = 0
     for outer in updates if replicas > 1 else ():
-        outer.join(AllReduces(_Group(replicas), outer.packed))  # type: ignore[arg-type]
+        outer.join(AllReduces(_Group(replicas), outer.packed), replicas)  # type: ignore[arg-type]
         outer.send()
         held += (live.now - before) * outer.overlaps
         outer.act()

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from petra import Extension, OuterStep, Pipeline
 from petra.elastic.liveness import Liveness
-from petra.elastic.membership import Membership, MembershipChanged
+from petra.elastic.membership import Generation, Membership, MembershipChanged
 from petra.elastic.replicas import DealtShares, ElasticReplicas
 from petra.engine.options.replicas import Share
 from petra.engine.recipe import Recipe
@@ -128,6 +129,21 @@ def test_a_lost_replica_misses_an_outer_step(outer: OuterStep, tmp_path: Path) -
     expected = simulate(case, 3, MICROBATCHES, without_norms, RandomSource(batch=BATCH), (LOST, LAST // 2))[0]
     tolerance = 1e-12 if outer.format is None else 1e-6
     torch.testing.assert_close(parts[0]["weights"], expected, rtol=tolerance, atol=tolerance)
+
+
+def test_an_outer_step_is_the_mean_over_the_members_of_a_generation() -> None:
+    """One of two is left. With η = 1 and μ = 0, an outer step takes its weights, which are those of training alone."""
+    found = []
+    for outer in ([OuterStep(4, lr=1.0, momentum=0.0)], []):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        plan = make_plan(without_norms(), RandomSource(batch=BATCH).spec, method="backprop", k=1, dp=2, processes=2)
+        membership: Any = SimpleNamespace(generation=Generation(2, ((0, "a"),)), replica=0, replicas=2, process=0, store=None)
+        recipe = Recipe(sgd, lambda t: 0.1, metrics={}, extensions=outer)
+        pipeline = Pipeline.from_plan(plan, recipe, replicas=ElasticReplicas(plan.layout, torch.device("cpu"), membership))
+        pipeline.train(RandomSource(BATCH), 4)
+        found.append(pipeline.state_dict())
+        dist.destroy_process_group()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
 def test_shares_of_an_evaluation_are_dealt_to_the_replicas_that_remain() -> None:

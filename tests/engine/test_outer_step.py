@@ -246,11 +246,19 @@ def test_replicas_in_threads_equal_processes(trained: Trained) -> None:
 
 
 def resumed(rank: int, saved: dict[int, Path]) -> dict[str, Tensor]:
-    """Return the weights of two replicas, resumed from one, before and after the step that its checkpoint still lacks."""
+    """Return the weights of two replicas, resumed from one, before and after the step that its checkpoint still lacks.
+
+    After "joint", the weights of replicas that go on from there without outer steps.
+    """
     pipeline = restored(make(Case(OuterStep(4, overlap=2)), 2), saved[1])
-    before = weights(pipeline)
+    found = {"before": weights(pipeline)}
     pipeline.train(Vectors(), 4)
-    return {f"{key} {when}": w for when, each in (("before", before), ("after", weights(pipeline))) for key, w in each.items()}
+    found["after"] = weights(pipeline)
+    Checkpoints(saved[1].parent / "2").save(pipeline, {})
+    joint = restored(make(CASES["diloco"], 2, extensions=[]), saved[1].parent / "2")
+    joint.train(Vectors(), 4)
+    found["joint"] = weights(joint)
+    return {f"{key} {when}": w for when, each in found.items() for key, w in each.items()}
 
 
 @pytest.mark.processes
@@ -260,10 +268,26 @@ def test_a_sum_that_has_not_acted_yet_is_a_mean_for_any_number_of_replicas(tmp_p
     Checkpoints(tmp_path / "1").save(alone, {})
     before = weights(alone)
     alone.train(Vectors(), 4)
-    for found in run_processes(2, resumed, tmp_path / "two", {1: tmp_path / "1"}):
+    one, two = run_processes(2, resumed, tmp_path / "two", {1: tmp_path / "1"})
+    for key in weights(alone):
+        assert torch.equal(one[f"{key} joint"], two[f"{key} joint"]), "replicas that sum gradients have one state"
+    for found in (one, two):
         for key, w in weights(alone).items():
             torch.testing.assert_close(found[f"{key} before"], before[key], rtol=0, atol=0)
             torch.testing.assert_close(found[f"{key} after"], w, rtol=1e-12, atol=1e-12)
+
+
+def test_blocks_of_stages_with_and_without_a_sum_keep_their_own_weights_in_one_stage(tmp_path: Path) -> None:
+    """The sum of the first stage is dropped: what has been learned is in the next one."""
+    case = Case(OuterStep(8, lr=1.0, momentum=0.0, overlap=4, staggered=True))
+    divided = make(case, 1, stages=2)
+    divided.train(Vectors(), 34)  # 17 updates
+    Checkpoints(tmp_path).save(divided, {})
+    assert [worker.update[OuterUpdate].pending for worker in divided.workers.values()] == [True, False]
+    joint = restored(make(case, 1, stages=1), tmp_path)
+    joint.train(Vectors(), 8)  # the first stage's sum would act after update 20
+    outer, own = weights(joint), own_weights(joint)
+    assert all(not torch.equal(own[key], outer[key]) for key in own)
 
 
 def test_a_sum_of_earlier_versions_is_refused() -> None:
@@ -289,7 +313,7 @@ def sums_and_prediction(rank: int) -> tuple[int, int]:
 @pytest.mark.processes
 def test_memory_of_sums_is_predicted(tmp_path: Path) -> None:
     for most, found in run_processes(2, sums_and_prediction, tmp_path):
-        assert most <= found <= 1.05 * most
+        assert 0.98 * most <= found <= 1.05 * most  # a buffer may outlive its sum for a moment
 
 
 def predicted(pipeline: Pipeline) -> list[Tensor]:

@@ -87,7 +87,7 @@ class OuterStep(Extension):
 
     def parts_after_step(self, stage: Stage, plan: Plan, j: int, others: Sequence[Part]) -> Sequence[Part]:
         offset = j * self.every // len(plan.stages) if self.staggered else 0
-        return [OuterUpdate(stage, self, j, offset, plan.layout.dp, others)] if self.every else []
+        return [OuterUpdate(stage, self, j, offset, others)] if self.every else []
 
 
 class OuterUpdate(Part, Hook):
@@ -101,7 +101,6 @@ class OuterUpdate(Part, Hook):
         setting: The setting.
         j: Index of the stage, for messages.
         offset: Updates by which the stage sends later than others.
-        replicas: Number of replicas.
         others: Parts before the step. Those of remedies compute again after an outer step what they derive from the weights.
 
     Attributes:
@@ -111,20 +110,20 @@ class OuterUpdate(Part, Hook):
         pending: Whether there is a sum that has not acted yet.
     """
 
-    def __init__(self, stage: Stage, setting: OuterStep, j: int, offset: int, replicas: int, others: Sequence[Part]) -> None:
-        self._setting, self._j, self._offset, self._size = setting, j, offset, replicas
+    def __init__(self, stage: Stage, setting: OuterStep, j: int, offset: int, others: Sequence[Part]) -> None:
+        self._setting, self._j, self._offset = setting, j, offset
         self._parameters, self._derived = stage.gradients.parameters, [part for part in others if hasattr(part, "refresh")]
         self._sums: AllReduces | None = None
-        self._traveling = False
+        self._size, self._traveling = 1, False
         wide = torch.float64 if any(p.dtype is torch.float64 for p in self._parameters) else torch.float32
         self.sum = torch.zeros(sum(p.numel() for p in self._parameters), dtype=wide, device=self._parameters[0].device)
         parts = torch.split(self.sum, [p.numel() for p in self._parameters])
         self._views = [part.as_strided(p.shape, p.stride()) for part, p in zip(parts, self._parameters, strict=True)]
         self.resume({})
 
-    def join(self, sums: AllReduces) -> None:
-        """Sum over replicas from now on, by sums that serve nothing else."""
-        self._sums = sums
+    def join(self, sums: AllReduces, size: int) -> None:
+        """Sum over ``size`` replicas from now on, by sums that serve nothing else."""
+        self._sums, self._size = sums, size
 
     @property
     def packed(self) -> Packed | None:
@@ -224,6 +223,6 @@ class OuterUpdate(Part, Hook):
         own, momentum, sums = (tensors.get(kind, {}) for kind in (OWN, MOMENTUM, MEAN))
         self.other = [own.get(p, p).detach().to(p, copy=True) for p in self._parameters]
         self.momentum = [momentum[p].to(p, copy=True) if p in momentum else torch.zeros_like(p) for p in self._parameters]
-        self.pending = bool(sums)
+        self.pending = len(sums) == len(self._parameters)  # the blocks of a stage may come from stages at different updates
         for view, p in zip(self._views, self._parameters, strict=True):
             view.copy_(sums[p]) if p in sums else view.zero_()

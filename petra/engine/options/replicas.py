@@ -170,7 +170,7 @@ class Replicas:
         synchronized = any(getattr(layer, "synchronized", False) for layer in worker.stage.module.modules())
         require(not synchronized, "outer.every", "0 with layers that share batch statistics between replicas", "more")
         for outer in (part for part in worker.update.parts if isinstance(part, OuterUpdate)):
-            outer.join(self.sums_of(f"stage {worker.index + 1}", outer.packed))
+            outer.join(self.sums_of(f"stage {worker.index + 1}", outer.packed), self.size)
 
     def sums_of(self, name: str, packed: Packed | None) -> AllReduces:
         """Return further sums, which may be in progress at the same time as others."""
