@@ -137,7 +137,8 @@ def require_same(
     for name in allowed:
         known = any(key == name or key.startswith(f"{name}.") for key, _ in flat(wanted))
         require(known, "resume_change", "a list of keys and groups", name)
-    changes = {key: values for key, values in differences(found, wanted).items() if changes_results(key)}
+    apart = {"dp"} if found.get("outer", {}).get("every") else set()  # each replica trains on its own samples
+    changes = {key: values for key, values in differences(found, wanted).items() if changes_results(key) or key in apart}
     for key, (before, now) in changes.items():
         hint = "init_from starts from its weights" if key in FIXED else f"resume_change=[{key}] allows another value"
         accepted = key not in FIXED and (key in allowed or key.partition(".")[0] in allowed)

@@ -258,7 +258,8 @@ def restore(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     """
     facts = facts_of(path)
     own = {name for name, _ in pipeline.blocks()}
-    load_state(pipeline, read_tensors(path, lambda key: belongs_to(key, own, pipeline.replica)), facts["clock"], str(path))
+    replica = pipeline.replica if pipeline.replicas is not None and pipeline.replicas.apart else -1  # of none: all have one state
+    load_state(pipeline, read_tensors(path, lambda key: belongs_to(key, own, replica)), facts["clock"], str(path))
     return facts
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -224,6 +225,14 @@ def test_another_configuration_is_an_error() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             require_same(found, same | new, Path("c"))
+
+
+def test_replicas_that_train_apart_are_as_many_as_in_the_checkpoint() -> None:
+    """Each has its own samples, weights and optimizer. With sums at every update, results are those of any number."""
+    for words, refused in ((["outer=diloco"], True), ([], False)):
+        found, wanted = (as_data(compose_overrides(["data=synthetic", f"dp={dp}", *words])) for dp in (4, 2))
+        with pytest.raises(ConfigError, match=r"^dp: expected 4 as in c, .*, got 2$") if refused else nullcontext():
+            require_same(found, wanted, Path("c"))
 
 
 def test_a_run_resumes_after_petra_has_gained_an_argument_and_a_group() -> None:
