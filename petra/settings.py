@@ -26,7 +26,7 @@ class Numerics:
             None for their own type. Applied between stages of one process too, so that results don't depend on the number of
             processes.
         gradient_format: The same for δ; x̃ then travels as x does. None: both as x if its format is one of both directions, as bf16.
-        stored_format: Name of the format in which blocks store their inputs between forward and backward, or None.
+        stored_format: Name of the format in which all blocks but the first store their inputs for backward, or None.
 
     Raises:
         ConfigError: If a value has another type, a type is not a floating-point type, or ``exact_streams`` is combined with

@@ -144,7 +144,7 @@ class TrainerConfig:
             rounded at random.
         gradient_format: Format in which stages send gradients; reconstructed streams then travel back as message_format. null: both
             as message_format if it is bf16, otherwise in their own type.
-        stored_format: Format in which blocks store their inputs between forward and backward; null: their own type.
+        stored_format: Format in which all blocks but the first store their inputs for backward; null: their own type.
         label_smoothing: Label smoothing of the training loss.
         bootstrap: null: the training loss is a mean over all pixels; or the fraction of the pixels of each image with the highest
             losses that count, such as 0.25 (online bootstrapping).

@@ -93,7 +93,7 @@ class Setup:
     ) -> Setup:
         """Return the setup with the chosen values for all settings that were ``auto``, for its own or another method.
 
-        If no block stores its input by a choice of ``keep``, the plan is one without ``trainer.stored_format``.
+        If no block after the first stores its input by a choice of ``keep``, the plan is one without ``trainer.stored_format``.
         """
         method = replace(method or self.plan.method, delay=delay if isinstance(delay, int) else tuple(delay))
         method = method if keep is None else replace(method, keep=tuple(map(Keep, keep)))
@@ -101,7 +101,7 @@ class Setup:
         if keep is not None:
             config = replace(config, trainer=replace(config.trainer, stored_format=None))
         plan = _plan(config, self.plan.model, method, list(stages), self.processes, self.device)
-        if any(Keep.INPUT in stage.keeps for stage in plan.stages):
+        if Keep.INPUT in [keep for stage in plan.stages for keep in stage.keeps][1:]:
             plan = replace(plan, numerics=replace(plan.numerics, stored_format=stored))
         return replace(self, plan=plan, auto=frozenset())
 

@@ -198,7 +198,9 @@ def _tuned(setup: Setup, process: Process) -> Setup:
         print(f"chosen: stages={list(found.stages)}, delay={found.delay}{stores}; F + B of the stages: {times} ms", flush=True)
     tuned = replace(setup.with_choice(found.stages, found.delay, keep=found.keep), limit=limit)
     if process.first and tuned.plan.numerics.stored_format != setup.config.trainer.stored_format:
-        log.warning("trainer.stored_format is not used: by the choice for method.keep=auto, no block stores its input")
+        log.warning(
+            "trainer.stored_format is not used: by the choice for method.keep=auto, no block after the first stores its input"
+        )
     return tuned
 
 

@@ -111,7 +111,7 @@ def make_stage(
             from petra.engine.options.stored_graphs import FollowUpdates
 
             runner = FollowUpdates(function, versions, first=b == 0)
-        if keep is Keep.INPUT and numerics.stored_format is not None:
+        if keep is Keep.INPUT and numerics.stored_format is not None and b:  # the first block may read its input again
             from petra.engine.options.stored_format import FormattedInputs
 
             runner = FormattedInputs(runner, numerics.stored_format)

@@ -194,8 +194,8 @@ def _check_numerics(layout: Layout, numerics: Numerics, stages: Sequence[StagePl
     for profile in layout.profiles if numerics.exact_streams else ():
         expected = f"false with block {profile.name}, which does not override enable_exact_streams"
         require(profile.exact or not profile.reversible, "exact_streams", expected, "true", ModelError)
-    stores = numerics.stored_format is None or any(Keep.INPUT in stage.keeps for stage in stages)
-    require(stores, "stored_format", "null, since no block stores its input", numerics.stored_format)
+    stores = numerics.stored_format is None or Keep.INPUT in [keep for stage in stages for keep in stage.keeps][1:]
+    require(stores, "stored_format", "null, since no block after the first stores its input", numerics.stored_format)
 
 
 def _check_types(model: object, inputs: object, k: object) -> None:

@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two versions": {"method": "pipedream_2bw", "k": 11},
     "several blocks in a stage": {"stages": [3, 3]},
     "flush": {"method": Method("flushed", 1, Keep.INPUT, flush=True)},
+    "int8": {"method": "dsp", "numerics": Numerics(stored_format="int8")},
     "bf16, channels-last": {"numerics": Numerics(autocast=torch.bfloat16, channels_last=True)},
     "exact streams": {"numerics": Numerics(exact_streams=True)},
 }

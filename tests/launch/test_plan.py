@@ -234,7 +234,9 @@ def test_a_stored_format_counts_where_a_chosen_block_stores_its_input(caplog: py
     settings = (*TINY, "method.keep=auto", "trainer.stages=2", "method.delay=1", "trainer.stored_format=int8")
     found = tune_setup(planned(*settings, "trainer.memory_limit=9"), ALONE)
     assert ({*found.plan.method.keep}, found.plan.numerics.stored_format) == ({Keep.GRAPH}, None)
-    assert caplog.messages == ["trainer.stored_format is not used: by the choice for method.keep=auto, no block stores its input"]
+    assert caplog.messages == [
+        "trainer.stored_format is not used: by the choice for method.keep=auto, no block after the first stores its input"
+    ]
     tight = tune_setup(planned(*settings, "trainer.memory_limit=0.038"), ALONE)
     assert [keep for stage in tight.plan.stages for keep in stage.keeps].count(Keep.INPUT) == 1, "the first block fetches its own"
     assert tight.plan.numerics.stored_format == "int8"
@@ -244,7 +246,7 @@ def test_a_stored_format_counts_where_a_chosen_block_stores_its_input(caplog: py
 def test_a_recommended_command_has_a_stored_format_only_where_a_block_stores_its_input(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--devices", "4", *SMALL, "k=8", "trainer.stored_format=int8"])
     out = capsys.readouterr().out
-    assert "- backprop: trainer.stored_format: expected null, since no block stores its input, got int8" in out
+    assert "- backprop: trainer.stored_format: expected null, since no block after the first stores its input, got int8" in out
     assert "| petra, method.keep=auto " in out
     for command in re.findall("^to train: petra train --nproc 4 (.*)$", out, re.M):
         planned(*shlex.split(command), place=Process(rank=0, world=4, local_rank=0, local_world=4))
