@@ -338,8 +338,10 @@ def candidates(
 
 def _waits(setup: Setup, link: Link, tuned: Tuned, period: float) -> list[float]:
     """Return the seconds that an update of each stage waits for sums over replicas, given the period without them."""
-    outer, update = setup.outer, setup.plan.k * period
-    return [seconds_per_update(size, setup.config.dp, link, outer, update) for size in _parameters(setup, tuned)]
+    outer, update, config = setup.outer, setup.plan.k * period, setup.config
+    return [
+        seconds_per_update(size, config.dp, link, outer, update, config.optim.rules.shard) for size in _parameters(setup, tuned)
+    ]
 
 
 def _parameters(setup: Setup, tuned: Tuned) -> list[int]:
@@ -353,8 +355,12 @@ def _shown_sums(setup: Setup, row: Candidate, link: Link | None) -> str:
     size, outer, dp = max(_parameters(setup, row.tuned)), setup.outer, setup.config.dp
     when = f"at every {outer.every} updates, which may take {outer.overlap} updates" if outer.every else "at every update"
     counted = "" if link is not None else "; not counted, since the file of machines has no link"
-    megabytes = plain(sum_bytes(size, dp, outer) / 1e6)
-    return f"replicas: with {row.method.name}, a stage sends up to {megabytes} MB for a sum over replicas, {when}{counted}"
+    shard = setup.config.optim.rules.shard
+    megabytes, what = (
+        plain(sum_bytes(size, dp, outer, shard) / 1e6),
+        "sums over replicas and new weights" if shard else "a sum over replicas",
+    )
+    return f"replicas: with {row.method.name}, a stage sends up to {megabytes} MB for {what}, {when}{counted}"
 
 
 def with_expected(setup: Setup, rows: Sequence[Candidate]) -> tuple[list[Candidate], str | None]:

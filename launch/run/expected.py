@@ -117,7 +117,8 @@ def setting_of(setup: Setup, method: Method) -> Setting | None:
     """Return the setting of a run with a method; None for what no benchmark trains, or a list of ``keep``."""
     config, tuned = setup.config, setup.config.model.name == "huggingface"
     trainer = config.trainer
-    if setup.outer.every or config.model.options.get("stream") or {trainer.message_format, trainer.gradient_format} - LOSSLESS:
+    formats = {trainer.message_format, trainer.gradient_format}
+    if setup.outer.every or config.model.options.get("stream") or formats - LOSSLESS or trainer.stored_format:
         return None
     task = {"tokens": "fine-tuning" if tuned else "text", "images": "images"}.get(setup.unit)
     if task is None or not isinstance(method.keep, Keep):

@@ -15,6 +15,7 @@ def test_a_sum_sends_what_a_ring_sends() -> None:
     assert sum_bytes(1000, 4, OuterStep()) == 6000
     assert sum_bytes(1024, 2, OuterStep(8, format="int8")) == 1032
     assert sum_bytes(1000, 2, OuterStep(8, format="bf16")) == 2000
+    assert sum_bytes(1000, 4, OuterStep(), shard=True) == 6000 + 3000, "and the weights of a quarter to three others"
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,11 @@ def test_a_sum_sends_what_a_ring_sends() -> None:
         (OuterStep(10), 0.5),
         (OuterStep(10, overlap=2), 0.3),  # 3 of 5 s are left after two updates
         (OuterStep(10, overlap=9), 0.0),
+        (
+            OuterStep(10, overlap=1, format="bf16"),
+            0.05 + 0.15,
+        ),  # 3 s in halves: one beside an update, then one with nothing beside it
+        (OuterStep(10, overlap=4, format="bf16"), 0.0),
     ],
 )
 def test_an_update_waits_for_what_is_left_of_a_sum(outer: OuterStep, expected: float) -> None:
