@@ -131,27 +131,28 @@ class Model:
                 parameters or buffers, which would become independent copies; if every module is in evaluation mode; or if
                 ``blocks`` lacks modules that occur twice, as the result of ``named_children()`` does.
         """
+        what, kind = f"blocks of model {name}", type(blocks).__name__
         if isinstance(blocks, nn.Sequential):
+            plain = type(blocks).forward in (nn.Sequential.forward, Chain.forward) and not module_hooks(blocks)
+            require(plain, what, "an nn.Sequential without a forward or hooks of its own (or modules by name)", kind, ModelError)
             modules = {str(i): module for i, module in enumerate(blocks)}
         else:
-            expected = "an nn.Sequential or modules by name"
-            require(isinstance(blocks, Mapping), f"blocks of model {name}", expected, type(blocks).__name__, ModelError)
+            require(isinstance(blocks, Mapping), what, "an nn.Sequential or modules by name", kind, ModelError)
             for key in blocks:
-                require(isinstance(key, str), f"blocks of model {name}", "names that are texts", repr(key), ModelError)
+                require(isinstance(key, str), what, "names that are texts", repr(key), ModelError)
             modules = dict(blocks)
             if all(key.isdigit() for key in modules) and [*modules] != [str(i) for i in range(len(modules))]:
                 expected = "consecutive numbers (pass the nn.Sequential itself, as named_children() omits modules that occur twice)"
-                raise invalid(f"blocks of model {name}", expected, ", ".join(modules), ModelError)
+                raise invalid(what, expected, ", ".join(modules), ModelError)
         for key, module in modules.items():
             _check_module(f"block {key} of model {name}", module)
         parts = [part for key, module in modules.items() for part in _parts(key, module)]
         modules = dict(parts)
-        keys = ", ".join(key for key, _ in parts)
-        require(len(modules) == len(parts), f"blocks of model {name}", "names that occur once", keys, ModelError)
+        require(len(modules) == len(parts), what, "names that occur once", ", ".join(key for key, _ in parts), ModelError)
         _check_distinct(name, modules)
-        every = [m for module in modules.values() for m in module.modules()]
-        training = not every or any(m.training for m in every)
-        require(training, f"model {name}", "modules in training mode (call .train(); .eval() freezes layers)", "none", ModelError)
+        modes = {m.training for module in modules.values() for m in module.modules()}
+        expected = "modules in training mode (call .train(); .eval() freezes layers)"
+        require(modes != {False}, f"model {name}", expected, "none", ModelError)
         return Model(name, tuple(BlockSpec(key, partial(copied, module)) for key, module in modules.items()))
 
     def build_block(self, index: int, seed: int) -> nn.Module:
@@ -210,13 +211,14 @@ def _parts(key: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with the hooks of its parameters, which ``copy.deepcopy`` drops.
+    """Return a copy of a module with the hooks and attributes of its parameters, which ``copy.deepcopy`` drops.
 
     Hooks that are methods of a copied module are bound to its copy.
     """
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(module, memo)
     for parameter, own in zip(module.parameters(), copied.parameters(), strict=True):
+        vars(own).update(vars(parameter))  # marks by which optimizers group
         missing = parameter.requires_grad and not any(hooks_of(own))  # a __deepcopy__ of the module's own may copy hooks
         for register, found in zip((own.register_hook, own.register_post_accumulate_grad_hook), hooks_of(parameter), strict=True):
             for hook in found if missing else ():
@@ -321,11 +323,9 @@ class _SameTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raise the errors about types that kernels raise, but operations on the meta device don't."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in _OF_ONE_TYPE:
-            found = {t.dtype for t in args if isinstance(t, Tensor)}
-            if len(found) > 1:
-                names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-                raise TypeError(f"{func.overloadpacket.__name__} of {names}")
+        if func.overloadpacket in _OF_ONE_TYPE and len(found := {t.dtype for t in args if isinstance(t, Tensor)}) > 1:
+            names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+            raise TypeError(f"{func.overloadpacket.__name__} of {names}")
         return func(*args, **(kwargs or {}))
 
 

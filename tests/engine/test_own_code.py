@@ -14,6 +14,7 @@ from petra import ConfigError, Keep, Method, Model, ModelError, Pipeline
 from petra.reversible import Coupling
 from tests.engine.test_any_block import FLAT, Halves, Vectors, linear
 from tests.support.nets import assert_equal, make_pipeline, sgd, train_plainly
+from tests.support.refusals import refuses
 
 RECOMPUTE = Method("recompute", 0, Keep.INPUT)
 
@@ -218,6 +219,39 @@ class Copied(nn.Linear):
         if self.hooks:
             copied.weight.register_hook(lambda g: 3 * g)
         return copied
+
+
+class Scaled(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * super().forward(x)  # type: ignore[no-any-return]
+
+
+def hooked() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(6, 3))
+    net.register_forward_hook(lambda module, x, y: 3 * y)
+    return net
+
+
+test_a_sequential_that_does_more_than_its_modules_is_refused = refuses(
+    lambda net: Model.of("m", net),
+    (Scaled(nn.Linear(6, 3)), "blocks of model m: expected an nn.Sequential without a forward or hooks of its own .*, got Scaled"),
+    (hooked(), "an nn.Sequential without a forward or hooks of its own"),
+    kind=ModelError,
+)
+
+
+def test_optimizers_see_the_attributes_of_parameters() -> None:
+    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)).double()
+    for layer in net:
+        layer.bias.without_decay = True  # type: ignore[assignment]
+    seen = []
+
+    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+        seen.extend([key for key, p in module.named_parameters() if getattr(p, "without_decay", False)])
+        return sgd(module)
+
+    make_pipeline(Model.of("mine", net), FLAT, optimizer=optimizer, method="backprop", stages=1)
+    assert seen == ["0.bias", "1.bias"]
 
 
 @pytest.mark.parametrize("hooks", [False, True])
