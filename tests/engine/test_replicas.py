@@ -146,7 +146,16 @@ def step(stream: RandomSource, dp: int, *, rate: float, dropout: float = 0.0, mi
 
 
 def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(rank)
+    unseeded = make_pipeline(
+        Model.of("own", nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).double()), RandomSource(batch=8).spec, optimizer=sgd, dp=2,
+        rules=UpdateRules(average=0.5),
+    )  # fmt: skip
+    unseeded.train(RandomSource(batch=8), 2)
+    with unseeded.averaged():
+        own = {f"average {key}": w.clone() for key, w in unseeded.state_dict().items()}
     found: dict[str, Any] = {
+        "unseeded": unseeded.state_dict() | own,
         "statistics": step(RandomSource(batch=8), 2, rate=0.0, microbatches=3),
         "masks": step(Doubled(batch=8), 2, rate=1.0, dropout=0.5),
     }
@@ -192,6 +201,12 @@ def replicated(tmp_path_factory: pytest.TempPathFactory) -> Replicated:
     Checkpoints(folder / "one").save(pipeline, {})
     first, second = run_processes(2, in_two_replicas, folder / "processes", folder)
     return first, second, folder
+
+
+@pytest.mark.processes
+def test_replicas_begin_with_the_weights_of_the_first(replicated: Replicated) -> None:
+    """Each process has made its modules without a seed."""
+    assert_equal(replicated[0]["unseeded"], replicated[1]["unseeded"])
 
 
 @pytest.mark.processes

@@ -124,12 +124,13 @@ class Replicas:
     def attach(self, workers: Sequence[Worker], hooks: Hooks, transport: Transport) -> None:
         """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole.
 
-        A module with a method ``join_replicas`` gets the process group of its stage's replicas, over which layers may share their
-        batch statistics. All replicas run the same steps in the same order, so these collectives also have the same order in every
-        replica.
+        Replicas begin with the weights of the first one. A module with a method ``join_replicas`` gets the process group of its
+        stage's replicas, over which layers may share their batch statistics. All replicas run the same steps in the same order, so
+        these collectives also have the same order in every replica.
         """
         self._workers = workers
         for worker in workers:
+            self._share_weights(worker)
             if self.apart:
                 self._join_outer_steps(worker)
                 continue
@@ -144,6 +145,14 @@ class Replicas:
                 from petra.engine.options.sharding import divide_state
 
                 divide_state(worker, self._dp_group)
+
+    def _share_weights(self, worker: Worker) -> None:
+        """Broadcast what may differ where modules were made without a seed."""
+        first = dist.get_global_rank(self._dp_group, 0)
+        for tensor in (*worker.stage.module.parameters(), *worker.stage.module.buffers()):
+            dist.broadcast(tensor.detach(), first, self._dp_group)
+        for part in worker.update.parts:
+            part.resume({})
 
     def synchronize(self) -> None:
         """Combine the states of all replicas of a drained pipeline into one that can be resumed with any number of replicas.
