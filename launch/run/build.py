@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from petra.cost_model.autotune import largest_delay
 from petra.data import EvalSource, TrainSource
+from petra.data.map_style import seeded_generators
 from petra.engine.endpoints import Losses
 from petra.engine.metrics import Metric, correct_predictions, size_of, top5_correct
 from petra.engine.options.extension import Extension
@@ -215,7 +216,8 @@ def model_of(config: Config) -> Model:
     """Return the model of a configuration."""
     data, automatic = config.data, config.model.options.get("stem") == AUTO
     stem = {"stem": "imagenet" if data.size > LARGEST_CIFAR_STEM else "cifar"} if automatic else {}
-    return built(Model, "model", config.model, classes=data.classes, size=data.size, **stem)
+    with seeded_generators(config.seed):  # modules that it makes have the same weights in all processes
+        return built(Model, "model", config.model, classes=data.classes, size=data.size, **stem)
 
 
 def check(config: Config, process: Process) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from petra.data import DECODED, Dataset, EvalSource, TrainSource, microbatch_form
+from petra.data.map_style import seeded_generators
 from petra.data.prefetch import TIMEOUT
 from petra.distributed import all_gather_objects, message_group, raise_on_all_ranks
 from petra.errors import DataError, invalid, require
@@ -92,7 +93,8 @@ def load(config: DataConfig) -> Dataset:
     wanted, entry = {"classes": config.classes, "size": config.size}, (imported("data._target_", config._target_), repr(config))
     if entry in _own:
         return _own[entry]
-    dataset = built(Dataset, "data", config, **wanted)
+    with seeded_generators(0):  # a random split is the same in all processes, and in a later evaluation
+        dataset = built(Dataset, "data", config, **wanted)
     for key, value in wanted.items():
         fixed, names = getattr(dataset, key), getattr(dataset.preparation, key, ())
         listed = f" ({', '.join(names[:MOST_NAMES])}{', …' * (len(names) > MOST_NAMES)})" if key == "classes" and names else ""

@@ -110,6 +110,14 @@ def _preserved_generators() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
+@contextmanager
+def seeded_generators(seed: int) -> Iterator[None]:
+    """Seed the global random number generators of Python, NumPy and torch, and restore them at the end."""
+    with _preserved_generators():
+        _seed_generators(seed)
+        yield
+
+
 def _seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from launch.config.compose import compose_overrides
+from launch.run.build import model_of
+from launch.run.data import load as load_data
 from petra import BlockSpec, Model, ModelError
+from petra.data import Dataset, Split
 from petra.reversible import Coupling
 from petra.training import load
 from tests.engine.test_any_block import FLAT, Halves, Vectors, linear
@@ -42,7 +46,7 @@ class Head(nn.Linear):
         return super().forward(torch.cat([x1, x2], dim=1))
 
 
-class Split(nn.Module):
+class Twice(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x.clone()
 
@@ -54,7 +58,7 @@ def network(classes: int, size: int, fault: str) -> Model:
         "late": lambda: Coupling(LateDraw(size, size)),
         "growing": lambda: Coupling(Growing(size, size)),
     }
-    blocks = BlockSpec("split", Split), BlockSpec("c", made[fault]), BlockSpec("head", partial(Head, 2 * size, classes))
+    blocks = BlockSpec("split", Twice), BlockSpec("c", made[fault]), BlockSpec("head", partial(Head, 2 * size, classes))
     return Model("mine", blocks)
 
 
@@ -90,6 +94,34 @@ def test_the_command_line_draws_the_same_late_masks_in_both_passes(tmp_path: Pat
     """Weights are those of a method that evaluates each block once."""
     found, expected = (trained(tmp_path, "late", method) for method in ("reversible", "backprop"))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def drawn_network(classes: int, size: int) -> Model:
+    return Model.of("drawn", {"head": nn.Linear(size, classes)})
+
+
+def drawn_rows(size: int) -> Dataset:
+    """Return rows whose order in the parts is drawn, as ``torch.utils.data.random_split`` does it."""
+    order = torch.randperm(40)
+    train, test = (
+        Split(len(part), lambda i, seed, part=part: part[i].float()[:, None], lambda i, seed, part=part: part[i] % 3)
+        for part in (order[:32], order[32:])
+    )
+    return Dataset("drawn", classes=3, size=size, train=train, test=test)
+
+
+def test_what_a_function_of_the_user_draws_is_the_same_in_all_processes_and_commands() -> None:
+    """A split does not depend on the run's seed, the weights of modules do. The generators are left as they were."""
+    own = [f"data._target_={__name__}.drawn_rows", f"model._target_={__name__}.drawn_network"]
+    config = compose_overrides([*own, "data.classes=3", "data.size=1", "seed=5"])
+    torch.manual_seed(9)
+    before = torch.get_rng_state()
+    dataset, model = load_data(config.data), model_of(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(0)
+    assert torch.equal(dataset.train.inputs(torch.arange(32), None)[:, 0], torch.randperm(40)[:32].float())
+    torch.manual_seed(5)
+    assert torch.equal(model.build(0).head.weight, nn.Linear(1, 3).weight)  # type: ignore[union-attr,arg-type]
 
 
 def blocks() -> dict[str, Any]:
