@@ -101,6 +101,10 @@ class Trainer:
         require(is_integer(epochs) and epochs >= 0, "epochs", "an integer >= 0", epochs)
         if epochs > len(self.history):
             require_an_update(self.pipeline.plan.k, epochs * self.microbatches, self.pipeline.recipe.extensions)
+        done, known = self.pipeline.microbatches_done, len(self.history) * self.microbatches
+        expected = f"one after {known} microbatches (another trainer's: load_state_dict() in a new one)"
+        fits = done == known or (self._sums and known < done <= known + self.microbatches)
+        require(bool(fits), "pipeline", expected, f"one after {done}")
         while len(self.history) < epochs:
             try:
                 self._run_epoch(len(self.history) + 1)

@@ -13,12 +13,25 @@ from torch import Tensor
 from petra.engine.options.optimizer_state import Kinds
 from petra.engine.update import Part
 from petra.engine.worker import Worker
+from petra.errors import PetraError, require
+from petra.pipeline import Pipeline
 from petra.torch_private import storage_key
 
 log = logging.getLogger(__name__)
 _numbers: WeakKeyDictionary[Any, dict[str, float]] = WeakKeyDictionary()
 """Numbers that parts and wrappers had when a state was last saved."""
 _noticed = set[tuple[str, str]]()
+
+
+def require_ended(pipeline: Pipeline) -> None:
+    """Check that a pipeline is not one whose last call of train has failed: its stages are at different microbatches.
+
+    Raises:
+        PetraError: If it is.
+    """
+    ended = bool(pipeline.left) or not pipeline.workers
+    got = f"one that has failed after microbatch {pipeline.microbatches_done}"
+    require(ended, "pipeline", "one whose last call of train has ended, to save it", got, PetraError)
 
 
 def notice_unsaved(worker: Worker, kinds: Kinds) -> None:

@@ -18,6 +18,7 @@ from petra.distributed import message_group
 from petra.errors import ConfigError, DataError, ModelError, first_line, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.records import replaced, writing
+from petra.training.unsaved import require_ended
 
 FORMATS = {"pt": ".pt", "safetensors": ".safetensors"}
 """File suffix of each format."""
@@ -71,6 +72,7 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
         DataError: If the file cannot be written.
     """
     check_format(path.suffix)
+    require_ended(pipeline)
     state = {f"{name}.{key}": value.contiguous() for name, block in gathered_blocks(pipeline) for key, value in block.items()}
     if pipeline.rank != 0:
         return

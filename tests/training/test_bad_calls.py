@@ -46,6 +46,30 @@ def test_a_network_that_is_frozen_as_a_whole_is_evaluated_only(stages: int) -> N
         pipeline.train(RandomSource(), 1)
 
 
+class Failing(RandomSource):
+    """Fails in the middle of an update."""
+
+    def inputs(self, m: int) -> Tensor:
+        if m == 3:
+            raise KeyboardInterrupt
+        return super().inputs(m)
+
+
+def failed() -> Pipeline:
+    pipeline = build(k=2)
+    pipeline.train(Failing(), 2)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.train(Failing(), 2)
+    return pipeline
+
+
+def after_others() -> Trainer:
+    """Return a trainer whose pipeline has trained without it."""
+    found = trainer()
+    found.pipeline.train(RandomSource(), 2)
+    return found
+
+
 def run(targets: Tensor | None = None, **settings: object) -> None:
     """Train a pipeline of three classes."""
     data = RandomSource()
@@ -121,6 +145,14 @@ def test_an_evaluation_without_targets_or_a_finite_loss_is_a_warning(
             "k: expected at most the 16 microbatches of the run, which would have no update, got 17",
         ),
         (lambda path: trainer(k=5, limit=2).fit(2), "k: expected at most the 4 microbatches of the run, .*, got 5"),
+        *(
+            (lambda path, save=save: save(failed(), path), "pipeline: expected one whose last .* train has ended, .* microbatch 2$")
+            for save in (lambda p, path: Checkpoints(path).save(p, {}), lambda p, path: export(p, path / "w.pt"))
+        ),
+        (
+            lambda path: after_others().fit(1),
+            r"pipeline: expected one after 0 microbatches \(another trainer's: .*, got one after 2",
+        ),
         (lambda path: trainer(limit=0), "limit: expected None or an integer >= 1, got 0"),
         (lambda path: trainer().fit(-1), "epochs: expected an integer >= 0, got -1"),
         (lambda path: trainer(EvalSource, TrainSource), "train: expected a source with the attribute batches_per"),
@@ -133,13 +165,15 @@ def test_arguments(call: Callable[[Path], object], message: str, tmp_path: Path)
 
 
 def test_a_state_for_another_k_or_optimizer_is_refused() -> None:
-    pipeline = mixed(k=2)
-    pipeline.train(RandomSource(), 4)
+    trained = mixed(k=2)
+    trained.train(RandomSource(), 4)
     adam = mixed(k=2, optimizer=lambda module: torch.optim.Adam(module.parameters()))
-    cases = {mixed(k=3): "1 updates after 4 microbatches, with k=3, got 2", adam: "the state of this optimizer, got none of step"}
-    for other, message in cases.items():
+    other = "that of another optimizer"
+    cases = {mixed(k=3): "1 updates after 4 microbatches, with k=3, got 2", adam: f"the state of Adam, got {other}"}
+    cases[mixed(k=2, optimizer=lambda module: torch.optim.RMSprop(module.parameters()))] = f"the state of RMSprop, got {other}"
+    for pipeline, message in cases.items():
         with pytest.raises(PetraError, match=f"saved: expected {message}"):
-            load_state(other, state_of(pipeline), 4, "saved")
+            load_state(pipeline, state_of(trained), 4, "saved")
 
 
 def test_the_name_of_a_checkpoint_is_its_clock_and_a_score_is_finite(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

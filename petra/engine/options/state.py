@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from zlib import crc32
 
 import torch
 
@@ -35,9 +36,16 @@ def kinds_of(worker: Worker) -> Kinds:
 def numbers_of(worker: Worker) -> dict[str, float]:
     """Return the numbers of a stage's updates by name."""
     numbers: dict[str, float] = {"done": worker.update.done, "t": worker.update.last_t}
+    if worker.update.optimizer is not None:
+        numbers["optimizer"] = code_of(worker.update.optimizer)
     for part in worker.update.parts:
         numbers |= part.numbers()
     return {key: float(n) for key, n in numbers.items()}
+
+
+def code_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return a number for the class of an optimizer."""
+    return float(crc32(type(optimizer).__name__.encode()))
 
 
 @torch.no_grad()
