@@ -72,9 +72,10 @@ def test_evaluation_uses_averaged_weights_and_training_does_not() -> None:
     found.train(data, 8)
     net, means = plain_training(4, average=0.9)
     weights = net.state_dict()
-    with found.averaged():
-        assert_same(found.state_dict(), weights | means)  # running statistics are not averaged
     result = found.evaluate(data, 2)
+    with found.averaged():
+        assert found.evaluate(data, 2) == result, "inside the block, too"
+        assert_same(found.state_dict(), weights | means)  # running statistics are not averaged
     net.load_state_dict(weights | means)
     net.eval()
     with torch.no_grad():

@@ -15,7 +15,8 @@ from petra.torch_private import foreach_lerp_
 @contextmanager
 def averaged(updates: Iterable[Update]) -> Iterator[None]:
     """Replace the parameters of stages by their moving averages inside the ``with`` block. The pipeline must be drained."""
-    averages = [average for update in updates if (average := update.part(WeightAverage)) is not None]
+    parts = [part for update in updates if (part := update.part(WeightAverage)) is not None]
+    averages = [part for part in parts if not part.swapped]  # evaluations inside the block use them, too
     for average in averages:
         average.swap()
     try:
@@ -34,14 +35,15 @@ class WeightAverage(Part):
 
     Attributes:
         values: One average for each parameter.
+        swapped: Whether the parameters are the averages at present.
     """
 
     def __init__(self, parameters: Sequence[Tensor], decay: float) -> None:
-        self._parameters, self.decay, self._swapped = parameters, decay, False
+        self._parameters, self.decay, self.swapped = parameters, decay, False
         self.resume({})
 
     def tensors(self) -> dict[str, dict[Tensor, Tensor]]:
-        require(not self._swapped, "averaged()", "to be left before a pipeline is trained or saved", "its weights")
+        require(not self.swapped, "averaged()", "to be left before a pipeline is trained or saved", "its weights")
         return {"average": dict(zip(self._parameters, self.values, strict=True))}
 
     def resume(self, tensors: Mapping[str, Mapping[Tensor, Tensor]]) -> None:
@@ -60,6 +62,6 @@ class WeightAverage(Part):
 
     def swap(self) -> None:
         """Exchange the parameters and their averages."""
-        self._swapped = not self._swapped
+        self.swapped = not self.swapped
         for i, (average, parameter) in enumerate(zip(self.values, self._parameters, strict=True)):
             self.values[i], parameter.data = parameter.data, average
