@@ -123,8 +123,7 @@ class Method:
     @property
     def writes_through_graphs(self) -> bool:
         """Whether updates write to weights that stored autograd graphs refer to."""
-        keeps = (self.keep,) if isinstance(self.keep, Keep) else self.keep
-        return Keep.GRAPH in keeps and self.weights is Weights.CURRENT
+        return Keep.GRAPH in ((self.keep,) if isinstance(self.keep, Keep) else self.keep) and self.weights is Weights.CURRENT
 
     def staleness(self, delay: int, k: int) -> float:
         """Return the mean number of updates of a stage between the forward and the backward of a microbatch.

@@ -44,9 +44,7 @@ class BlockSpec:
         require(isinstance(self.name, str), "name of a block", "a text", repr(self.name), ModelError)
         got = f"a module, {type(self.build).__name__}" if isinstance(self.build, nn.Module) else repr(self.build)
         function = callable(self.build) and not isinstance(self.build, nn.Module)
-        require(
-            function, f"build of block {self.name}", "a function that returns a module (Model.of takes modules)", got, ModelError
-        )
+        require(function, f"build of block {self.name}", "a function that returns a module (Model.of takes them)", got, ModelError)
 
     @property
     def kind(self) -> Hashable:

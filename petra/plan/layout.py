@@ -69,8 +69,7 @@ def make_layout(
         fits = sum(stages) == n and min(stages) >= 1
         require(fits, "stages", f"positive numbers of blocks that sum to {n}", list(stages))
         blocks = partition_of(stages)
-    stage_costs = [sum(costs[b] for b in stage) for stage in blocks]
-    used = balanced_partition(stage_costs, min(processes, len(blocks)))
+    used = balanced_partition([sum(costs[b] for b in stage) for stage in blocks], min(processes, len(blocks)))
     return Layout(profiles, tuple(blocks), (*used, *[range(0)] * (processes - len(used))), share, dp, tp)
 
 

@@ -258,9 +258,8 @@ class PeriodicRounds(Generic[T]):
         timetable, offset = self._timetable, 0
         for round_ in self.until_steady():
             yield offset, round_
-        self.repeats = remaining = (
-            max(0, int(timetable.stop - 1 - timetable.forwards[0]) // self.period) if self.period_rounds else 0
-        )
+        remaining = max(0, int(timetable.stop - 1 - timetable.forwards[0]) // self.period) if self.period_rounds else 0
+        self.repeats = remaining
         timetable.stop -= remaining * self.period
         while remaining and (remaining := choose_remaining(remaining)):
             offset += self.period

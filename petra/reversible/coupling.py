@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,6 +154,11 @@ class TwoFunctionCoupling(ReversibleBlock):
         self.g = g
         # In a tuple, which nn.Module does not register: f and g appear once in the state dict.
         self._halves = (Coupling(f), Coupling(g))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("f", "g") and "_halves" in vars(self):
+            self._halves[name == "g"].f = value
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
         first, second = self._halves

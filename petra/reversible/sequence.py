@@ -8,12 +8,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from petra.errors import ModelError, require
 from petra.reversible.coupling import Pair, ReversibleBlock, trainable_parameters
 from petra.reversible.replay import NOTHING, autocast_to, derive_seed, forbid_buffer_changes, frozen_statistics, normalisations
 from petra.specs import Streams
-from petra.torch_private import NormBase, is_replica, is_transformed, module_hooks, storage_key, version_counter, withheld_hooks
+from petra.torch_private import is_replica, is_transformed, leaves_of, module_hooks, storage_key, version_counter, withheld_hooks
 
 
 class ReversibleSequence(nn.Module):
@@ -34,8 +35,8 @@ class ReversibleSequence(nn.Module):
 
     Raises:
         ModelError: If a block is not reversible. In a forward pass, if a block changes a buffer that is no running statistic of a
-            normalisation, if a hook replaces a stream, if ``fully_shard`` was applied to a part of a block, or in a replica of
-            ``nn.DataParallel``.
+            normalisation, or reads another tensor that requires a gradient, if a hook replaces a stream, if ``fully_shard`` was
+            applied to a part of a block, or in a replica of ``nn.DataParallel``.
         RuntimeError: In the backward pass, if a parameter, buffer or mode of a block has changed since the forward pass.
     """
 
@@ -51,14 +52,14 @@ class ReversibleSequence(nn.Module):
         require(not is_replica(self), "ReversibleSequence", "DistributedDataParallel", "DataParallel", ModelError)
         trains = torch.is_grad_enabled() and (x1.requires_grad or x2.requires_grad or any(map(trainable_parameters, self.blocks)))
         plain = not trains or is_transformed() or torch.compiler.is_exporting()
-        checked, self._checked = self._checked or plain, True
-        seed, reconstructed = 0 if plain else int(torch.randint(1 << 62, ())), list[Streams]()
+        checked, self._checked = self._checked, self._checked or not plain
+        seed, outputs = 0 if plain else int(torch.randint(1 << 62, ())), list[Streams]()
         for i, block in enumerate(self.blocks):
             if plain or not (x1.requires_grad or x2.requires_grad or trainable_parameters(block)):
                 x1, x2 = block(x1, x2)
                 continue
             last = i == len(self.blocks) - 1
-            step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), last, reconstructed, checked)
+            step = _Step(cast(ReversibleBlock, block), i, derive_seed(seed, i), last, outputs, checked)
             x1, x2 = step.run(x1, x2)
         return x1, x2
 
@@ -68,15 +69,13 @@ class _Step:
 
     Args:
         last: Whether it is the last block, which saves its output.
-        reconstructed: Output of a block, reconstructed by the backward pass of the block after it. All blocks share it.
-        checked: Whether a forward pass has shown before that the block leaves its buffers as they are.
+        outputs: Output of a block, reconstructed by the backward pass of the block after it. All blocks share it.
+        checked: Whether a forward pass has shown before that the block reads no other tensors and leaves its buffers as they are.
     """
 
-    def __init__(
-        self, block: ReversibleBlock, index: int, seed: int, last: bool, reconstructed: list[Streams], checked: bool
-    ) -> None:
+    def __init__(self, block: ReversibleBlock, index: int, seed: int, last: bool, outputs: list[Streams], checked: bool) -> None:
         self.block, self.index, self.seed, self.last = block, index, seed, last
-        self.reconstructed, self.checked, self.done = reconstructed, checked, False
+        self.outputs, self.checked, self.done = outputs, checked, False
         self.function: Callable[..., Streams] = block
 
     def run(self, x1: Tensor, x2: Tensor) -> Pair:
@@ -125,10 +124,10 @@ class _Step:
 
 def _state(block: nn.Module) -> dict[nn.Module | Tensor, object]:
     """Return what an evaluation of a block depends on: the modes of its modules, and memory and versions of its tensors."""
-    found = dict[nn.Module | Tensor, object]()
+    found, norms = dict[nn.Module | Tensor, object](), normalisations(block)
     for module in block.modules():
         found[module] = module.training
-        unread = isinstance(module, NormBase) and module.training  # running statistics
+        unread = module in norms and module.training  # running statistics
         buffers = () if unread else module._buffers.values()
         for tensor in (*module._parameters.values(), *buffers):
             if tensor is not None:
@@ -148,8 +147,12 @@ class _ReversibleBackprop(torch.autograd.Function):
         ctx.step, device = step, x1.device.type
         ctx.device, ctx.autocast = device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         check = NOTHING if step.checked else forbid_buffer_changes(step.block, f"block {step.index}")
-        with frozen_statistics(normalisations(step.block)), check, autocast_to(device, ctx.autocast):
-            y1, y2 = step.function(x1, x2, seed=step.seed)
+        statistics, first = frozen_statistics(normalisations(step.block)), not step.checked
+        nothing = saved_tensors_hooks(lambda t: t.new_empty(0), lambda t: t)  # the graph of a first pass only shows what is read
+        with statistics, check, autocast_to(device, ctx.autocast), torch.set_grad_enabled(first), nothing:
+            y1, y2 = step.function(x1.detach(), x2.detach(), seed=step.seed)
+        others = [[*t.shape] for t in leaves_of(y1, y2) if not any(t is p for p in step.parameters)]
+        require(not others, f"block {step.index}", "functions of input and parameters alone", f"reads of {others}", ModelError)
         y = y1.detach(), y2.detach()  # a coupling returns x2, which autograd would make a view
         if step.last:
             ctx.save_for_backward(*y)
@@ -160,14 +163,13 @@ class _ReversibleBackprop(torch.autograd.Function):
     def backward(ctx: Any, dy1: Tensor, dy2: Tensor) -> tuple[Any, ...]:
         step: _Step = ctx.step
         step.require_unchanged()
-        dy = dy1, dy2
-        y = ctx.saved_tensors if step.last else step.reconstructed.pop()
+        dy, y = (dy1, dy2), ctx.saved_tensors if step.last else step.outputs.pop()
         if step.last:
             dy = _in_format_of(y[0], dy1), _in_format_of(y[1], dy2)
         statistics = frozen_statistics(normalisations(step.block)) if step.done else NOTHING  # again, as the graph was retained
         with statistics, withheld_hooks(step.parameters), autocast_to(ctx.device, ctx.autocast):
             x, dx, gradients = step.block.inverse_vjp(cast(Streams, y), dy, seed=step.seed)
-        step.reconstructed[:], step.done = [x] if step.index > 0 else [], True
+        step.outputs[:], step.done = [x] if step.index > 0 else [], True
         return None, *dx, *(gradients.get(p) for p in step.parameters)
 
 

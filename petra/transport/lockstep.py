@@ -42,9 +42,7 @@ Post = Callable[[Sequence[Operation]], Sequence[Handle]]
 
 def post(operations: Sequence[Operation]) -> Sequence[Handle]:
     """Start operations as one group of torch.distributed."""
-    return dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend if o.sends else dist.irecv, o.buffer, o.peer, o.group) for o in operations]
-    )
+    return dist.batch_isend_irecv([dist.P2POp([dist.irecv, dist.isend][o.sends], o.buffer, o.peer, o.group) for o in operations])
 
 
 @dataclass

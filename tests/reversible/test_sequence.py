@@ -180,6 +180,39 @@ def test_a_change_before_the_backward_pass_raises_as_in_autograd(name: str) -> N
     assert "\n" not in str(caught.value)
 
 
+class Conditioned(nn.Linear):
+    """Reads a tensor that another module has made."""
+
+    memory: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x) + self.memory)
+
+
+def test_a_function_that_reads_another_tensor_with_a_gradient_is_refused() -> None:
+    """The backward pass would leave it out. An evaluation before the first forward pass in training changes nothing."""
+    encoder, f, x = nn.Linear(3, 8), Conditioned(8, 8), torch.randn(2, 8)
+    f.memory = encoder(torch.ones(2, 3))
+    layers = ReversibleSequence([Coupling(f)])
+    with torch.no_grad():
+        layers(x, x)
+    with pytest.raises(
+        ModelError, match=r"^block 0: expected functions of input and parameters alone, got reads of \[\[8, 3\], \[8\]\]$"
+    ):
+        layers(x, x)
+    f.memory = f.memory.detach()
+    layers(x, x)
+
+
+def test_a_new_function_of_a_block_is_used() -> None:
+    block, x = TwoFunctionCoupling(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    block.f, block.g = smooth(), smooth()
+    y1, y2 = ReversibleSequence([block])(x, x)
+    torch.testing.assert_close((y1, y2), (x + block.f(x), x + block.g(x + block.f(x))))
+    (y1.sum() + y2.square().sum()).backward()
+    assert all(p.grad is not None for p in block.parameters())
+
+
 def test_running_statistics_in_evaluation_mode_must_not_change() -> None:
     network, _ = pair()
     value = loss(network.eval()(data()))
