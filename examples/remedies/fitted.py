@@ -51,6 +51,9 @@ class _Fitted(AroundStep):
         self.numerator = self.denominator = self.gain = 0.0
 
     def after_step(self, change):
+        if self.skipped is not None and bool(self.skipped):
+            self.values = self.values or change
+            return
         self.values = change
         self.changes.append([self.sampled(each) for each in change])
         if len(self.changes) > self.count:

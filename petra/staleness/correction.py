@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ class Correction(Checked):
         ConfigError: If it is out of range or of another type.
     """
 
+    derives: ClassVar[bool] = True
     correction: Share = 0.135
 
     def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ class WeightPrediction(Checked):
         ConfigError: If a value is out of range or of another type.
     """
 
+    derives: ClassVar[bool] = True
     prediction: Literal["velocity", "difference"]
     horizon: Annotated[float, "> 0 and <= 100"] = 1.0
 
@@ -112,5 +113,5 @@ def velocity(state: Mapping[str, Any], group: Mapping[str, Any]) -> Tensor:
         return state["momentum_buffer"] * -group["lr"]  # type: ignore[no-any-return]
     # The step count may be on the device. After a skipped first update it is 0, and so is the average.
     (beta1, beta2), t = group["betas"], torch.as_tensor(state["step"], dtype=torch.float64).clamp(min=1)
-    scale = (state["exp_avg_sq"] / (1 - beta2**t)).sqrt_().add_(group["eps"])
+    scale = (state.get("max_exp_avg_sq", state["exp_avg_sq"]) / (1 - beta2**t)).sqrt_().add_(group["eps"])
     return (state["exp_avg"] / scale).mul_(-group["lr"] / (1 - beta1**t))  # type: ignore[no-any-return]

@@ -9,10 +9,12 @@ from torch import nn
 
 from examples.remedies.fitted import FittedPrediction
 from petra import UpdateRules
+from petra.staleness import Correction, WeightPrediction
 from petra.staleness.feedback import Feedback
+from petra.staleness.prediction import velocity
 from petra.training.optim import OPTIMIZERS
 from petra.training.state import load_state, state_of
-from tests.support.nets import RandomSource, Recorder, gradients, mixed, mixed_net
+from tests.support.nets import RandomSource, Recorder, assert_equal, gradients, mixed, mixed_net
 from tests.support.refusals import refuses
 from tests.support.remedies import Remedy
 
@@ -61,6 +63,39 @@ def test_fitted_prediction_has_the_gain_of_geometric_changes(ratio: float) -> No
         optimizer.step()
     torch.testing.assert_close(seen[-1], max(ratio + ratio**2 + ratio**3, 0) * changes[-1])
     assert not seen[2].any(), "no gain before there are changes to fit it to"
+
+
+def test_a_skipped_step_leaves_the_fitted_gain() -> None:
+    weight, stage = nn.Parameter(torch.zeros(3)), SimpleNamespace(use_in_forward=lambda predicted: None)
+    plan = SimpleNamespace(stages=[SimpleNamespace(staleness=3.0)], layout=SimpleNamespace(tp=1))
+    optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
+    (part,) = FittedPrediction().parts(stage, optimizer, plan, 0)
+    gains = []
+    for update, skipped in enumerate([0.0] * 8 + [1.0]):
+        weight.grad, optimizer.found_inf = -torch.tensor([1.0, -2.0, 0.5]) * 1.1**update, torch.tensor(skipped)  # type: ignore[attr-defined]
+        optimizer.step()
+        gains.append(part.gain)
+    assert gains[-1] == gains[-2] > 0
+
+
+def test_weights_are_derived_from_what_other_remedies_have_changed() -> None:
+    """In any order of the list."""
+    for derived in (Correction(0.3), WeightPrediction("difference")):
+        found = []
+        for extensions in ([derived, Feedback()], [Feedback(), derived]):
+            pipeline = mixed(method="dsp", extensions=extensions)
+            pipeline.train(RandomSource(), 12)
+            found.append(pipeline.state_dict())
+        assert_equal(*found)
+
+
+def test_the_velocity_of_amsgrad_is_its_step() -> None:
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    adam = torch.optim.Adam([p], lr=0.01, betas=(0.9, 0.9), amsgrad=True)
+    for gradient in [10.0] + [0.1] * 20:
+        before, p.grad = p.detach().clone(), torch.full_like(p, gradient)
+        adam.step()
+    torch.testing.assert_close(velocity(adam.state[p], adam.param_groups[0]), p.detach() - before)
 
 
 @pytest.mark.parametrize("values", [{"feedback": 1.0}, {"correction": 0.3}, {"prediction": "difference"}], ids=str)
