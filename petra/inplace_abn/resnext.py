@@ -97,6 +97,8 @@ def resnext_body(
     require(cardinality >= 1, "model.cardinality", "an integer >= 1", cardinality)
     require(base_width >= 1, "model.base_width", "an integer >= 1", base_width)
     *channels, group = layers.scaled((*layers.CHANNELS, base_width), width)
+    bottleneck = cardinality > 1 or group != 4 * channels[0]  # blocks as wide inside as outside would be basic ones
+    require(bottleneck, "model.base_width", f"another one than {base_width} with model.cardinality=1", base_width)
     rows = [
         row._replace(hidden=cardinality * group * row.hidden // channels[0], groups=cardinality)
         for row in layers.residuals(layers.DEPTHS[depth][0], channels, expansion=4)

@@ -138,4 +138,4 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *(g.mul_(scale) for g in ctx.gradients))
+        return (None, None, None, *(g * scale for g in ctx.gradients))

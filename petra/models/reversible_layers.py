@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from petra.errors import require
 from petra.models import layers
 from petra.models.attention import MLP, Attention, LayerOptions
 from petra.models.revnet import Downsample, branch
@@ -25,6 +26,8 @@ class RevNetLayer(Coupling):
     """
 
     def __init__(self, channels: int, hidden: int | None = None, *, norm: str = "batchnorm", activation: str | None = None) -> None:
+        fits = hidden is None or 1 <= hidden != channels
+        require(fits, "hidden", f"None, or an integer >= 1 other than {channels}, the channels", hidden)
         row = layers.Residual("layer", channels, hidden or channels, channels, stride=1)
         super().__init__(branch(layers.Style.chosen(norm, activation), row))
 

@@ -143,6 +143,10 @@ test_bad_arguments = refuses(
     lambda build: build(),
     (lambda: InPlaceABN(3, 0), "slope: expected a number > 0 and <= 1, got 0"),
     (partial(MODELS["resnext101"], norm="groupnorm"), "model.norm: expected batchnorm, inplace_abn or inplace_abn_sync, got group"),
+    (
+        partial(MODELS["resnext101"], cardinality=1, base_width=256),
+        "model.base_width: expected another one than 256 with model.cardinality=1, got 256",
+    ),
     (partial(MODELS["resnext_preact"], depth=50), "model.depth: expected 101 or 152, got 50"),
     (partial(MODELS["resnext101"], activation="elu"), "expected relu or leaky_relu with model.norm=batchnorm, got elu"),
 )

@@ -203,6 +203,7 @@ test_models_that_are_refused = refuses(
     lambda build: build(),
     (partial(MODELS["resnet18"], width=0.3), "expected a positive multiple of 1/64, got 0.3, which makes 19.2 channels in a layer"),
     (partial(MODELS["revnet38"], width=1 / 16), "expected a positive multiple of 1/8, got 0.0625, which makes 3.5 channels in a"),
+    *((partial(RevNetLayer, 8, n), "hidden: expected None, or an integer >= 1 other than 8, the channels, got") for n in (0, 8)),
     *(  # names with dots or slashes once lost tensors in exports and checkpoints
         (partial(Model.of, "mine", {name: LAYER}), f"block '{name}' of model mine: expected a name without")
         for name in ("a.b", "a/b", "", "forward")
