@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from petra.engine.metrics import require_classes
-from petra.errors import Count, check_types
+from petra.errors import Count, ModelError, check_types, require
 from petra.specs import IGNORED
 
 
@@ -42,6 +42,8 @@ class ConfusionMatrix:
             targets: Classes or -100, (B, ...).
         """
         require_classes("miou", targets)
+        classes, targets = output.shape[1], targets.long()
+        require(classes == self.classes, "metric miou", f"scores of {self.classes} classes", classes, ModelError)
         counted = targets != IGNORED
         # Ignored targets have a bin of their own, because selecting the others would wait for a GPU.
         bins = torch.where(counted, targets * self.classes + output.argmax(1), self.size).flatten()

@@ -48,3 +48,7 @@ def test_targets_must_be_classes_and_the_miou_of_none_is_0() -> None:
     assert counts.sum() == MIOU.value(counts.tolist()) == 0
     with pytest.raises(ModelError, match="metric miou"):
         MIOU(torch.randn(1, CLASSES, 2, 2), torch.randn(1, 2, 2))
+    with pytest.raises(ModelError, match="metric miou: expected scores of 5 classes, got 6"):
+        MIOU(torch.randn(1, CLASSES + 1, 2, 2), torch.zeros(1, 2, 2, dtype=torch.int64))
+    many, targets = ConfusionMatrix(20), torch.arange(20)
+    assert many(torch.eye(20), targets.to(torch.uint8)).tolist() == many(torch.eye(20), targets).tolist()
