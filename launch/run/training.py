@@ -273,6 +273,9 @@ def _warnings(setup: Setup, batches: int, vocabulary: str | None) -> Iterator[st
     if (warmup := config.schedule.options.get("warmup_epochs", 0)) >= config.trainer.epochs:
         reached = f"the learning rate reaches {config.trainer.epochs / warmup:.0%} of its peak, at the end of the run"
         yield f"warning: schedule.warmup_epochs={warmup:g}: expected less than trainer.epochs={config.trainer.epochs}; {reached}"
+    if missed := [n for n in config.schedule.options.get("milestones", ()) if n >= config.trainer.epochs]:
+        expected = f"expected less than trainer.epochs={config.trainer.epochs}"
+        yield f"warning: schedule.milestones={missed}: {expected}; they are never reached"
     trainer, outer, formats = config.trainer, setup.outer, dict[str, str | None]()
     if len(setup.plan.stages) == 1:
         formats = {"trainer.message_format": trainer.message_format, "trainer.gradient_format": trainer.gradient_format}
