@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
@@ -23,6 +24,8 @@ class Evaluating(Pipelined):
     """Base class of :class:`petra.huggingface.PetraTrainer`: evaluation and prediction."""
 
     control: Any
+    is_in_train: bool
+    _left: int
     _metrics_only = False
 
     def evaluate(self, *arguments: Any, **named: Any) -> Any:
@@ -42,6 +45,11 @@ class Evaluating(Pipelined):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate as ``Trainer`` does, on the last stage. The first process reads the data. All return the same metrics."""
+        drained = not (self.is_in_train and self._left)
+        require(
+            drained, "evaluate", "control.should_evaluate where the pipeline is not drained", "a call in a callback", ModelError
+        )
+        metrics_only, self._metrics_only = self._metrics_only, False  # callbacks may ask for predictions
         reading = self._ahead(dataloader)
         if not self.is_in_train:
             self._fit(reading)
@@ -51,7 +59,9 @@ class Evaluating(Pipelined):
         extra = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name, False) and not only]
         require(not extra, "model.config", "one that asks for logits alone in predictions", ", ".join(extra), ModelError)
         length, examples, size = all_gather_objects(_facts_of(dataloader))[0]
-        self._total = length, 0 if not size or examples is None else examples % size
+        sized = self.dp == 1 or length is not None
+        require(sized, "eval_dataset", "data with a length, where there are replicas", "a stream", ModelError)
+        self._total = length, size, 0 if not size or examples is None else examples % size
         answers = self._answers(reading, only, ignore_keys)
         self.callback_handler.eval_dataloader = dataloader
         output = None
@@ -66,9 +76,10 @@ class Evaluating(Pipelined):
                 del self.__dict__["prediction_step"]
                 self.__dict__.update(own)
         else:
+            self.model.eval()  # as the loop does
             for _ in answers:
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        if output is not None and self._metrics_only:
+        if output is not None and metrics_only:
             output = output._replace(predictions=None, label_ids=None)
         self._remainder, self._logs_of_all = None, description != "Prediction"  # evaluate logs next
         return all_gather_objects(output)[self._last]
@@ -95,9 +106,13 @@ class Evaluating(Pipelined):
             self.pipeline.evaluate(source_of(packed.__getitem__, self.dp), microbatches)
             for _ in range(count):
                 done += 1
-                # Losses count once for each row: accelerate divides the last batch so.
-                self._remainder = (self._total[1] or None) if done == self._total[0] else None
-                yield self._batches.popleft() if self.rank == self._last else {}
+                batch = self._batches.popleft() if self.rank == self._last else {}
+                length, size, remainder = self._total
+                # Losses count once for each row: accelerate divides the last batch so, which any may be without a length.
+                self._remainder = (remainder or None) if done == length else None
+                if length is None and size:
+                    self._remainder = find_batch_size(batch)
+                yield batch
 
     def _evaluation(self, found: Tensor, side: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Answer a batch, once all of its parts have arrived."""
@@ -149,7 +164,8 @@ class _Loader:
 
 
 def _facts_of(loader: Any) -> tuple[int | None, int | None, int | None]:
-    """Return the numbers of batches and rows of a loader, and the rows of a batch if accelerate has prepared it."""
+    """Return the numbers of batches and rows of a loader, and the rows of a batch if accelerate may cut the last one."""
     data: Any = getattr(loader, "dataset", None)
-    size = getattr(loader, "total_batch_size", None) if hasattr(loader, "base_dataloader") else None
+    cut = hasattr(loader, "base_dataloader") and not getattr(loader, "_drop_last", False)
+    size = getattr(loader, "total_batch_size", None) if cut else None
     return len(loader) if has_length(loader) else None, len(data) if has_length(data) else None, size
