@@ -24,7 +24,6 @@ from transformers.trainer_utils import has_length
 
 from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.engine.endpoints import Losses
-from petra.engine.metrics import count_targets
 from petra.engine.options.extension import Extension
 from petra.engine.options.outer_step import OuterStep
 from petra.engine.recipe import Recipe
@@ -43,8 +42,9 @@ from petra.huggingface.feed import (
     set_random_states,
 )
 from petra.huggingface.forecast import forecast
-from petra.huggingface.inputs import FIELDS, next_tokens
+from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import base_of, built, report_untied, untie
+from petra.huggingface.losses import Chunked, OfLogits, check_chunks
 from petra.huggingface.optimizers import stage_optimizer, states_of, without_steps
 from petra.huggingface.outputs import answering, check_called
 from petra.huggingface.ties import TiedWeights
@@ -54,7 +54,6 @@ from petra.models.head_loss import LinearCrossEntropy, without_logits
 from petra.pipeline import Pipeline
 from petra.plan import make_plan
 from petra.settings import Numerics, Runtime
-from petra.specs import IGNORED
 from petra.update_rules import UpdateRules
 
 CHUNK = 256
@@ -283,7 +282,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         """Return the model of a pipeline, whose modules and parameters are those of ``base``, and its losses."""
         args, names = self.args, list(parts)
         head = parts[names[-1]]
-        losses = Losses(_OfLogits(self._training_loss), _OfLogits(self._evaluation))
+        losses = Losses(OfLogits(self._training_loss), OfLogits(self._evaluation))
         if isinstance(head, Head) and self._loss_rows is None:
             head.scale = None  # that of the model's own forward
         if self._loss_rows is not None or self._of_states:
@@ -293,12 +292,10 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         specs = [BlockSpec(name, partial(built, part)) for name, part in parts.items()]
         model = Model(type(base).__name__, tuple(specs))
         if self._loss_rows is not None:
-            asked = self._own_loss or (self.compute_metrics is not None and not args.prediction_loss_only)
-            expected = "None with a loss or a prediction of its own, or compute_metrics, which need logits"
-            require(not asked, "loss_rows", expected, self._loss_rows)
+            check_chunks(self, self._loss_rows, own=self._own_loss)
             model = without_logits(model)
             chunks = LinearCrossEntropy(args.label_smoothing_factor, self._loss_rows, self._autocast)
-            losses = Losses(*(_Chunked(self, chunks, training=training) for training in (True, False)))
+            losses = Losses(*(Chunked(self, chunks, training=training) for training in (True, False)))
             self._chunks = chunks
         elif self._of_states:
             plain = type(getattr(base, "lm_head", None)) is torch.nn.Linear
@@ -430,57 +427,6 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         if scaled is None:
             scaled = (self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
         whole: Tensor = loss * self.args.gradient_accumulation_steps / (1 if scaled else facts["of"])
-        return whole
-
-
-class _OfLogits:
-    """Loss that takes the logits, or hidden states and the weights of the head, and what has travelled with them."""
-
-    outputs, mean_over_targets = (2, 3, 4), True  # a share is one of as many equal targets as there are replicas
-
-    def __init__(self, function: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]) -> None:
-        self._function = function
-
-    def __call__(self, found: Tensor, *rest: Tensor) -> Tensor:
-        *weights, side, _ = rest
-        return self._function(found, side, weights)
-
-
-class _Chunked:
-    """Loss without whole logits, of the targets that have travelled."""
-
-    outputs, mean_over_targets = (3, 4), True
-
-    def __init__(self, trainer: Any, loss: LinearCrossEntropy, *, training: bool) -> None:
-        self._trainer, self._loss, self._training = trainer, loss, training
-
-    def __call__(self, hidden: Tensor, weight: Tensor, *rest: Tensor) -> Tensor:
-        *bias, side, _ = rest
-        trainer = self._trainer
-        batch, facts = trainer.form.unpack(side)
-        (name, *_), size = trainer.label_names, trainer.form.size or 0
-        require(name in batch, "loss_rows", f"None for rows without {name}", self._loss.rows, ModelError)
-        labels = batch[name]
-        if kind_of(base_of(trainer.model)) == "causal":
-            targets = next_tokens(labels, size)
-        else:
-            targets = nn.functional.pad(labels, (0, size - labels.shape[1]), value=IGNORED).flatten()
-        hidden = hidden[: len(targets)]
-        count = count_targets(targets)
-        # A mean of no targets is not finite.
-        filling = self._training and not facts["count"]
-        if filling or (not count and (not self._training or facts["items"] is not None)):
-            mean = torch.stack([t.sum() for t in (hidden, weight, *bias)]).sum() * 0
-        else:
-            mean = self._loss(hidden, weight, *bias, targets)
-        if not self._training:
-            trainer.keep_part(batch, facts, torch.stack([mean * count, count.to(mean.dtype)])[None])
-            return torch.zeros((), device=hidden.device)
-        if filling:
-            return mean
-        replicas = self._trainer.dp if trainer.args.average_tokens_across_devices else 1
-        share = 1 / facts["of"] if facts["items"] is None else count * replicas / facts["items"]
-        whole: Tensor = mean * share * trainer.args.gradient_accumulation_steps
         return whole
 
 

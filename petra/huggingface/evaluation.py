@@ -17,6 +17,7 @@ from petra.errors import ModelError, require
 from petra.huggingface.building import Pipelined, not_empty
 from petra.huggingface.feed import Ahead, source_of
 from petra.huggingface.load import base_of
+from petra.huggingface.losses import share_of
 from petra.huggingface.outputs import answering
 
 
@@ -133,7 +134,8 @@ class Evaluating(Pipelined):
         only, ignore_keys = self._asked
         if self._loss_rows is not None:
             total, count = joined.sum(0)
-            self._answered.append((total / count, None, None))
+            items = self._get_num_items_in_batch([whole], joined.device)
+            self._answered.append((total / count * share_of(self, count, items), None, None))
             return
         with answering(base_of(self.model), whole, joined, () if self._of_states else None, self._autocast):
             self._answered.append(self._step(self.model, whole, only, ignore_keys=ignore_keys))

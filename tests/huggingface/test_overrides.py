@@ -220,6 +220,16 @@ def test_targets_may_be_missing_where_the_loss_is_computed_in_chunks(tmp_path: P
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_in_chunks_is_divided_as_that_of_the_model(smoothing: float, tmp_path: Path) -> None:
+    """``BertForMaskedLM`` computes a mean of each microbatch, which ``Trainer`` adds up, unless it smooths labels itself."""
+    found = []
+    for run in (Run(Trainer, tmp_path), Run(PetraTrainer, tmp_path, loss_rows=7)):
+        trainer = run.make(tiny("BertForMaskedLM", torch.float32), {"eval_dataset": rows(7)}, label_smoothing_factor=smoothing)
+        found.append([*run.losses(trainer), trainer.evaluate()["eval_loss"]])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 # ---- Learning rates of methods that don't flush
 
 
@@ -308,6 +318,16 @@ def hidden_states(run: Run) -> Any:
     return run.make(model).predict(rows(8))
 
 
+def scaled(run: Run) -> Any:
+    return Run(run.kind, run.folder, **CHUNKS).overriding(loss_is_scaled_for_ga=False).make(llama()).train()
+
+
+def of_type(name: str) -> Any:
+    model = llama()
+    model.loss_type = name
+    return model
+
+
 def with_loss(model: Any) -> Any:
     model.loss_function = print
     return model
@@ -328,6 +348,9 @@ REFUSED = [
     (fewer, r"optimizer: expected one of all parameters that require gradients \(freeze others\), got one without"),
     (trained(METRICS, others=CHUNKS), "loss_rows: expected None with .* compute_metrics, which need logits, got 7"),
     (trained(model=lambda: with_loss(llama()), others=CHUNKS), "loss_rows: expected None with a loss"),
+    (scaled, "loss_rows: expected None with a loss_is_scaled_for_ga, got 7"),
+    (trained(model=lambda: of_type("ForMaskedLM"), others=CHUNKS), "loss_rows: expected None with another loss than"),
+    (trained({"train_dataset": images(8)}, model=vit, others=CHUNKS), "loss_rows: expected None with another loss"),
     (lambda run: Run(run.kind, run.folder, **CHUNKS).make(llama()).predict(rows(8)), "loss_rows: expected None where logits"),
     (lambda run: Run(run.kind, run.folder, **CHUNKS).make(llama(), prediction_loss_only=True).predict(UNLABELED),
      "loss_rows: expected None for rows without labels"),

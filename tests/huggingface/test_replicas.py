@@ -57,6 +57,23 @@ def trained(rank: int, folder: str, world: int, methods: tuple[str, ...]) -> lis
     return found
 
 
+def evaluated(rank: int, folder: str) -> list[float]:
+    """Return losses of ``Trainer`` under DDP, and of replicas with a loss in chunks."""
+    as_torchrun(rank, 2)
+    found = []
+    for kind, others in ((Trainer, {}), (PetraTrainer, {"stages": 2, "dp": 2, "loss_rows": 7})):
+        args = arguments(Path(folder), **SETTINGS, per_device_eval_batch_size=2, ddp_backend="gloo")
+        trainer: Any = kind(tiny("LlamaForCausalLM"), args, eval_dataset=rows(7), **others)
+        found.append(trainer.evaluate()["eval_loss"])
+    return found
+
+
+@pytest.mark.processes
+def test_losses_in_chunks_are_divided_by_the_targets_of_all_replicas(tmp_path: Path) -> None:
+    for expected, found in run_processes(2, evaluated, tmp_path, str(tmp_path), timeout=120):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def metrics(prediction: Any) -> dict[str, float]:
     assert prediction.predictions.shape[:2] == (7, LENGTH)
     return {"sum": float((prediction.predictions * (prediction.label_ids != -100)[..., None]).sum())}
