@@ -45,7 +45,7 @@ from petra.huggingface.forecast import forecast
 from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import base_of, built, report_untied, untie
 from petra.huggingface.losses import Chunked, OfLogits, check_chunks
-from petra.huggingface.optimizers import stage_optimizer, states_of, without_steps
+from petra.huggingface.optimizers import stage_optimizer, states_of
 from petra.huggingface.outputs import answering, check_called
 from petra.huggingface.ties import TiedWeights
 from petra.method import Method
@@ -115,7 +115,6 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
                 elif isinstance(each, DataLoader):
                     found[i] = prepare(each, data_seed=config.data_seed if self.dp == 1 else self._data_seed)
                 elif isinstance(each, torch.optim.Optimizer) and not isinstance(each, AcceleratedOptimizer):
-                    without_steps(each)
                     found[i] = AcceleratedOptimizer(each, device_placement=False)
             return found if len(found) > 1 else found[0]
 
@@ -223,7 +222,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         most = clip or (sys.float_info.max if ties else None)
         if clip and not self._at_once and len(plan.stages) > 1 and self.rank == 0:
             print(f"max_grad_norm={clip} of each stage: with {plan.method.name} they update apart", flush=True)
-        self._states |= {} if self._pipeline is None else states_of(self._pipeline)
+        self._states = {**({} if self._pipeline is None else states_of(self._pipeline)), **self._states}
         whole = self.optimizer.optimizer if steps else None  # inside what accelerate wraps around it
         recipe = Recipe(
             _unused if whole is None else partial(stage_optimizer, whole, self._states),
@@ -250,6 +249,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             shared, own = base.get_input_embeddings().weight, base.get_output_embeddings().weight
             for group in optimizer.param_groups:
                 group["params"] += [own for p in group["params"] if p is shared]
+            if shared in optimizer.state:
+                optimizer.state[own] = copy.deepcopy(optimizer.state[shared])
         self._added = added or self._added
         if self._added:
             base.config.tie_word_embeddings = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from petra.huggingface.feed import Ahead, source_of
 from petra.huggingface.load import base_of
 from petra.huggingface.losses import share_of
 from petra.huggingface.outputs import answering
+from petra.huggingface.replaced import replaced
 
 
 class Evaluating(Pipelined):
@@ -66,16 +66,11 @@ class Evaluating(Pipelined):
         answers = self._answers(reading, only, ignore_keys)
         self.callback_handler.eval_dataloader = dataloader
         output = None
-        own = {name: self.__dict__[name] for name in ("prediction_step",) if name in self.__dict__}
-        self._step: Any = own.get("prediction_step", partial(type(self).prediction_step, self))
+        self._step: Any = self.prediction_step
         if self.rank == self._last:
-            self.__dict__["prediction_step"] = lambda *others, **named: self._answered.popleft()
-            try:
+            with replaced(self, prediction_step=lambda *others, **named: self._answered.popleft()):
                 loop = super().evaluation_loop
                 output = loop(_Loader(answers, length, examples), description, prediction_loss_only, ignore_keys, metric_key_prefix)
-            finally:
-                del self.__dict__["prediction_step"]
-                self.__dict__.update(own)
         else:
             self.model.eval()  # as the loop does
             for _ in answers:

@@ -283,6 +283,20 @@ def _first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def check_generation(model: Any) -> None:
+    """Check before training that the settings of generation can be saved with the model.
+
+    Raises:
+        ConfigError: If not.
+    """
+    config = getattr(model, "generation_config", None)
+    try:
+        if config is not None and model.can_generate():
+            config.validate(strict=True)
+    except ValueError as error:
+        raise ConfigError(f"model.generation_config: {' '.join(str(error).split())}") from error
+
+
 def with_all_weights(model: nn.Module, result: Any, *, untied: bool) -> Any:
     """Return what ``load_state_dict`` has returned for a checkpoint, once nothing is missing.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MethodType
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from petra.distributed import message_group
-from petra.errors import DataError, ModelError, require
+from petra.errors import DataError, ModelError, invalid, require
+from petra.huggingface.replaced import replaced
 from petra.pipeline import Pipeline
 
 GROUP, COPIED = "group", "copied"
@@ -22,17 +23,32 @@ GROUP, COPIED = "group", "copied"
 States = Mapping[Any, dict[str, Any]]
 
 
-def without_steps(whole: torch.optim.Optimizer) -> None:
-    """Let steps of an optimizer do nothing: those of the stages do. Schedules, callbacks and logs use its parameter groups."""
-    whole.step = MethodType(lambda self, closure=None: None, whole)  # type: ignore[method-assign]
-    whole.zero_grad = MethodType(lambda self, set_to_none=True: None, whole)  # type: ignore[method-assign]
+class _Elsewhere(defaultdict[Any, Any]):
+    """States of an optimizer that stages have: changes of them here would be lost."""
+
+    def _refuse(self, *others: Any, **named: Any) -> Any:
+        expected = "callbacks that leave it alone: the stages have the states"
+        raise invalid("optimizer.state", expected, "one that does not", ModelError)
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
+    get = items = keys = values = clear = pop = popitem = setdefault = update = _refuse
+
+
+def without_steps(whole: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Let steps of an optimizer do nothing inside the ``with`` block: those of the stages do, and have its states.
+
+    Schedules, callbacks and logs use its parameter groups.
+    """
+    step = MethodType(lambda self, closure=None: None, whole)
+    zero_grad = MethodType(lambda self, set_to_none=True: None, whole)
+    return replaced(whole, step=step, zero_grad=zero_grad, state=_Elsewhere())
 
 
 def stage_optimizer(whole: torch.optim.Optimizer, states: States, module: nn.Module) -> torch.optim.Optimizer:
     """Return an optimizer like ``whole`` for the parameters of a stage.
 
     Args:
-        states: States of parameters, which it takes over.
+        states: States of parameters, which it takes over, as it does those of ``whole``.
 
     Raises:
         ModelError: If it lacks parameters, or its weights in training and in evaluation differ.
@@ -47,7 +63,8 @@ def stage_optimizer(whole: torch.optim.Optimizer, states: States, module: nn.Mod
     )
     made = like(whole, [[p for p in group["params"] if id(p) in own] for group in whole.param_groups])
     numbered = [p for group in made.param_groups for p in group["params"]]
-    known = {i: states[p] for i, p in enumerate(numbered) if p in states}
+    given = {**whole.state, **states}
+    known = {i: given[p] for i, p in enumerate(numbered) if p in given}
     if known:
         made.load_state_dict({"state": known, "param_groups": made.state_dict()["param_groups"]})
     return made
@@ -62,6 +79,7 @@ def like(whole: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> to
     shared: dict[int, Any] = {id(p): p for group in whole.param_groups for p in group["params"]}
     made: torch.optim.Optimizer = object.__new__(type(whole))
     own = ("step", "zero_grad", "state", "param_groups")
+    shared |= {id(hook): hook for name, hooks in vars(whole).items() if name.endswith("_hooks") for hook in hooks.values()}
     made.__dict__ = {name: copy.deepcopy(value, shared) for name, value in vars(whole).items() if name not in own}
     made.state, made.param_groups = defaultdict(dict), []
     for i, (group, parameters) in enumerate(zip(whole.param_groups, groups, strict=False)):

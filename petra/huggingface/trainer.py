@@ -6,9 +6,9 @@ import atexit
 import math
 import os
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
@@ -30,8 +30,16 @@ from petra.huggingface.callbacks import ONLY_AT, reading_events, restore_callbac
 from petra.huggingface.evaluation import Evaluating
 from petra.huggingface.feed import Reader, numbers, source_of
 from petra.huggingface.inputs import FIELDS
-from petra.huggingface.load import base_of, shared, with_all_weights
-from petra.huggingface.optimizers import copy_settings, gather_states, read_states, states_of, without
+from petra.huggingface.load import base_of, check_generation, shared, with_all_weights
+from petra.huggingface.optimizers import (
+    copy_settings,
+    gather_states,
+    read_states,
+    states_of,
+    without,
+    without_steps,
+)
+from petra.huggingface.replaced import replaced
 from petra.huggingface.stepwise import Stepwise
 from petra.method import METHODS, Keep, Method
 from petra.pipeline import Pipeline
@@ -139,23 +147,21 @@ class PetraTrainer(Evaluating):
         """
         check_methods(self, PetraTrainer)
         if self.args.save_strategy != "no":
-            self._check_generation()
+            check_generation(self.model)
         # Blocks store their inputs instead: two recomputations would be one too many.
         names = [name for name in CHECKPOINTING if hasattr(self.model, name)]
-        for name in names:
-            setattr(self.model, name, lambda *others, **settings: None)
         try:
-            result = super().train(*arguments, **named)
+            with replaced(self.model, **dict.fromkeys(names, lambda *others, **settings: None)):
+                result = super().train(*arguments, **named)
         finally:
-            for name in names:
-                self.model.__dict__.pop(name, None)
-            self.model.__dict__.pop("zero_grad", None)
             self.is_in_train = False
         self.gather_weights()
         if self.args.device.type == "cuda":
             assert self._pipeline is not None
             self._states, self._pipeline = states_of(self._pipeline), None
             self.model.to("cpu")
+        else:
+            self.optimizer.state.update(states_of(self.pipeline))
         return result
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
@@ -170,13 +176,12 @@ class PetraTrainer(Evaluating):
         require(updates and length != 0, "num_train_epochs", expected, self.args.num_train_epochs)
         self._train_loader, self._length, self._left, self._ended = loader, length, 0, False
         self._losses.clear()
-        self.model.zero_grad = lambda set_to_none=True: None  # the pipeline accumulates in .grad
         self._numbers = numbers(length)
-        self.__dict__["get_train_dataloader"] = lambda: self._numbers
-        try:
+        with ExitStack() as self._in_train:
+            self._in_train.enter_context(replaced(self, get_train_dataloader=lambda: self._numbers))
+            # the pipeline accumulates in .grad
+            self._in_train.enter_context(replaced(self.model, zero_grad=lambda set_to_none=True: None))
             return super()._inner_training_loop(*arguments, **named)
-        finally:
-            del self.__dict__["get_train_dataloader"]
 
     def _loader(self, name: str, make: Any) -> Any:
         """Return what ``make`` returns. A ValueError or TypeError of data or samplers becomes one line that names the data."""
@@ -211,6 +216,7 @@ class PetraTrainer(Evaluating):
             self._reader = Reader(self._train_loader, self.data_collator, epoch, states, self._of_replicas)
             self.callback_handler.train_dataloader = self._train_loader
         self._build(self._reader, None, max_steps)
+        self._in_train.enter_context(without_steps(self.optimizer.optimizer))
         if folder is not None:
             self._restore(folder)
         pipeline = self.pipeline
@@ -411,7 +417,7 @@ class PetraTrainer(Evaluating):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model as ``Trainer`` does. In training, every process must call this method; the first writes."""
-        self._check_generation()
+        check_generation(self.model)
         self.gather_weights()
         if self.rank == 0:
             with shared(base_of(self.model)) if self._added else nullcontext():
@@ -422,21 +428,12 @@ class PetraTrainer(Evaluating):
         with shared(base_of(self.model), equal=False) if self._added else nullcontext():  # others' weights may be old here
             return super().floating_point_ops(inputs)
 
-    def _check_generation(self) -> None:
-        """Check before training that the settings of generation can be saved with the model."""
-        config = getattr(self.model, "generation_config", None)
-        try:
-            if config is not None and self.model.can_generate():
-                config.validate(strict=True)
-        except ValueError as error:
-            raise ConfigError(f"model.generation_config: {' '.join(str(error).split())}") from error
-
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the states of all stages as the file of ``Trainer``, and of the pipeline if they are more than that."""
-        self.optimizer.state.update(gather_states(self.optimizer.optimizer, self.pipeline))
-        with without(self.optimizer.optimizer, self._tied[1:]):
+        whole = self.optimizer.optimizer
+        states = gather_states(whole, self.pipeline)
+        with replaced(whole, state=defaultdict(dict, states)), without(whole, self._tied[1:]):
             super()._save_optimizer_and_scheduler(output_dir)
-        self.optimizer.state.clear()
         if self._exports_all:
             return
         Checkpoints(Path(output_dir) / PETRA, keep=1).save(self.pipeline, self._facts)
