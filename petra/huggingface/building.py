@@ -45,7 +45,7 @@ from petra.huggingface.forecast import forecast
 from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import base_of, built, report_untied, untie
 from petra.huggingface.losses import Chunked, OfLogits, check_chunks
-from petra.huggingface.optimizers import stage_optimizer, states_of
+from petra.huggingface.optimizers import settings_of, stage_optimizer, states_of
 from petra.huggingface.outputs import answering, check_called
 from petra.huggingface.ties import TiedWeights
 from petra.method import Method
@@ -89,6 +89,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
     _logs_of_all: bool = False
     _chunks: LinearCrossEntropy | None = None
     _begun: Sequence[Ahead] = ()
+    _fixed: tuple[int, float | None] = (0, None)
+    _settings: list[dict[str, Any]]
 
     def _alone(self) -> None:
         """Let ``transformers`` and ``accelerate`` take the processes of a replica for one, and the replicas for all of them."""
@@ -212,6 +214,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             device_type=args.device.type,
             metrics=0,
         )
+        self._settings = []
+        self._fixed = args.gradient_accumulation_steps, args.max_grad_norm
         self._at_once = plan.method.flush or not any(plan.delays)
         tokens = args.include_num_input_tokens_seen  # batches are read ahead of what is counted
         require(self._at_once or tokens in ("no", False), "include_num_input_tokens_seen", "no, without flush", tokens)
@@ -381,6 +385,24 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
         expected = "one that flushes, or a learning rate that is a function of the update (LambdaLR), the same in all groups"
         require(known, "method", expected, self._method.name)
         return lambda t: schedule.base_lrs[0] * schedule.lr_lambdas[0](min((max(t, 1) - 1) // k, steps - 1))
+
+    def _check_unchanged(self, *, late: bool) -> None:
+        """Check that callbacks have changed nothing that a pipeline could not follow.
+
+        Args:
+            late: Whether other processes trained this update before their callbacks could change it.
+
+        Raises:
+            ConfigError: If they have. The message names it.
+        """
+        whole, now = self.optimizer.optimizer, (self.args.gradient_accumulation_steps, self.args.max_grad_norm)
+        expected, got = ("gradient_accumulation_steps={}, max_grad_norm={}".format(*each) for each in (self._fixed, now))
+        require(now == self._fixed, "callback", f"one that leaves {expected}", got)
+        before, self._settings = self._settings, settings_of(whole)
+        rates = self._at_once or [group["lr"] for group in whole.param_groups] == self.lr_scheduler.get_last_lr()
+        require(rates, "method", "one that flushes, where a callback sets learning rates", self._method.name)
+        expected = "one that flushes, where a callback changes settings of the optimizer"
+        require(not late or before == self._settings, "method", expected, self._method.name)
 
     def gather_weights(self) -> None:
         """Give ``model`` the trained weights in every process. Every process must call this method.

@@ -100,6 +100,11 @@ def copy_settings(whole: torch.optim.Optimizer, pipeline: Pipeline) -> None:
             group[COPIED] = settings
 
 
+def settings_of(whole: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of an optimizer without its learning rates."""
+    return [{key: value for key, value in _settings(group).items() if key != "lr"} for group in whole.param_groups]
+
+
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of a group without the mark of a scheduler: the stages' optimizers have none."""
     return {

@@ -295,9 +295,8 @@ class PetraTrainer(Evaluating):
         k, reports = self.args.gradient_accumulation_steps, list[Tensor]()
         self.model.train()
         self._fresh, source = self.world == 1, source_of(lambda m: self._packed.popleft(), self.dp)
+        self._check_unchanged(late=self.world > 1 and bool(self._history))
         copy_settings(self.optimizer.optimizer, self.pipeline)
-        same = self._at_once or [group["lr"] for group in self.optimizer.param_groups] == self.lr_scheduler.get_last_lr()
-        require(same, "method", "one that flushes, where a callback sets learning rates", self._method.name)
         if self._at_once:
             self.pipeline.train(source, k, reports.append if self.reads else None)
             losses = self._means(reports) if self.reads else [0.0] * k

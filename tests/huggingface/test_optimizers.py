@@ -11,8 +11,10 @@ from transformers import Trainer, TrainerCallback
 
 from petra import PetraError
 from petra.huggingface import PetraTrainer
+from tests.huggingface.models import as_torchrun
 from tests.huggingface.test_overrides import Run, llama
 from tests.huggingface.test_trainer import rows
+from tests.support.processes import run_processes
 
 MOMENTUM = {"lr": 0.1, "momentum": 0.9}
 
@@ -114,6 +116,9 @@ class Changing(TrainerCallback):
 
 
 CHANGES: list[tuple[Callable[[Any, Any], object], str]] = [
+    (lambda args, optimizer: setattr(args, "gradient_accumulation_steps", 4),
+     "^callback: expected one that leaves gradient_accumulation_steps=2, max_grad_norm=0.0, got gradient_accumulation_steps=4,"),
+    (lambda args, optimizer: setattr(args, "max_grad_norm", 1.0), r"^callback: .*got gradient_.*, max_grad_norm=1\.0$"),
     (lambda args, optimizer: optimizer.state.clear(), r"^optimizer\.state: expected callbacks that leave it alone"),
     (lambda args, optimizer: [s["momentum_buffer"].zero_() for s in optimizer.state.values()], r"^optimizer\.state: expected"),
 ]  # fmt: skip
@@ -126,3 +131,26 @@ def test_a_change_that_would_be_lost_is_refused(change: Any, message: str, metho
     with pytest.raises(PetraError, match=message):
         trainer.train()
     trainer.optimizer.optimizer.state.clear()  # in training only
+
+
+def no_momentum(args: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["momentum"] = 0.0
+
+
+def in_a_process(rank: int, folder: str) -> str | None:
+    as_torchrun(rank, 2)
+    run = Run(PetraTrainer, Path(folder), method="dsp")
+    at_a_drain = with_sgd(run, llama(), {"eval_dataset": rows(4), "callbacks": [Changing(no_momentum)]}, eval_strategy="steps")
+    at_a_drain.train()
+    norms = [float(p.norm()) for p in at_a_drain.model.parameters()]
+    trainer = with_sgd(run, llama(), {"callbacks": [Changing(no_momentum)]})
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        trainer.train()
+    return f"{norms} {error.value if rank == 0 else ''}"
+
+
+@pytest.mark.processes
+def test_settings_change_in_all_processes_at_once_or_not_at_all(tmp_path: Path) -> None:
+    first, second = run_processes(2, in_a_process, tmp_path, str(tmp_path), timeout=120)
+    assert first.endswith("method: expected one that flushes, where a callback changes settings of the optimizer, got dsp")
+    assert first.startswith(second)
