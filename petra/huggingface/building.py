@@ -247,6 +247,7 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
 
     def _untie(self, base: Any) -> None:
         """Give an embedding and a head that share their weights one each. They count as tied until they are trained apart."""
+        marked = getattr(getattr(base, "config", None), "tie_word_embeddings", False)
         added = untie(base)
         optimizer = self.__dict__.get("optimizer")
         if added and optimizer is not None:  # made before
@@ -255,6 +256,10 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
                 group["params"] += [own for p in group["params"] if p is shared]
             if shared in optimizer.state:
                 optimizer.state[own] = copy.deepcopy(optimizer.state[shared])
+        if marked and not added and not self._added and base.get_output_embeddings() is not None:
+            # an earlier trainer has given them one each
+            pair = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+            added = pair[0].numel() if torch.equal(*pair) else 0
         self._added = added or self._added
         if self._added:
             base.config.tie_word_embeddings = True

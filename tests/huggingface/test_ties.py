@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -130,3 +131,20 @@ def test_each_class_resumes_from_checkpoints_of_the_other(tmp_path: Path) -> Non
         assert count == flops
         for key, value in weights.items():
             torch.testing.assert_close(others[key], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_second_trainer_of_a_model_keeps_its_weights_tied(tmp_path: Path) -> None:
+    """The first one has given embedding and head weights of their own."""
+    found = []
+    for kind, others in ((Trainer, {}), (PetraTrainer, {"stages": 2})):
+        model, args = tiny(LLAMA, tied=True), arguments(tmp_path / kind.__name__, **{**SETTINGS, "max_steps": 2})
+        for _ in range(2):
+            trainer: Any = kind(model, args, train_dataset=rows(16), **others)
+            trainer.train()
+        trainer.save_model(tmp_path / kind.__name__)
+        found.append((trainer.model.state_dict(), {*load_file(tmp_path / kind.__name__ / "model.safetensors")}))
+    (expected, names), (weights, written) = found
+    assert written == names
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    for key, value in expected.items():
+        torch.testing.assert_close(weights[key], value, rtol=1e-9, atol=1e-9)
