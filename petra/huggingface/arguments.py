@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState, PartialState
 from transformers import TrainingArguments
 
 from petra.errors import PetraError, located, require
+from petra.huggingface.callbacks import GRADIENTS, names_in
 
 ARGUMENTS = {
     "output_dir|do_.*|resume_from_checkpoint|log(?!ging_nan).*|disable_tqdm|report_to|run_name|project|eval_.*|metric_for_best_model|"
@@ -92,18 +93,21 @@ def check_methods(trainer: Any, own: type) -> None:
         for name, value in vars(kind).items()
         if callable(getattr(transformers.Trainer, name, None)) and not name.startswith("__") and callable(getattr(kind, name))
     }
-    if called_above(type(trainer), own, "training_step"):
+    steps = overriding(type(trainer), own, "training_step")
+    if all({"super", "training_step"} <= names_in(each) for each in steps):
         overridden.discard("training_step")
+    reads = any(names_in(each) & {*GRADIENTS, "backward"} for each in steps)
+    expected = "one that leaves gradients alone: the stages have made their steps"
+    require(not reads, f"{type(trainer).__name__}.training_step", expected, "one that does not")
     overridden |= {name for name in vars(trainer) if callable(getattr(transformers.Trainer, name, None))}
     ignored = sorted(name for name in overridden if not re.fullmatch(CALLED, name))
     expected = "methods that a pipeline calls, such as compute_loss"
     require(not ignored, type(trainer).__name__, expected, f"its own {', '.join(ignored)}")
 
 
-def called_above(kind: type, own: type, name: str) -> bool:
-    """Return whether all methods of a name that precede that of ``own`` call the next one."""
-    found = [vars(each)[name] for each in kind.__mro__[: kind.__mro__.index(own)] if name in vars(each)]
-    return all("super" in each.__code__.co_names and name in each.__code__.co_names for each in found)
+def overriding(kind: type, own: type, name: str) -> list[Any]:
+    """Return the code of all methods of a name that precede that of ``own``."""
+    return [getattr(vars(each)[name], "__code__", None) for each in kind.__mro__[: kind.__mro__.index(own)] if name in vars(each)]
 
 
 def _default(args: Any) -> TrainingArguments:

@@ -36,15 +36,15 @@ def reading_events(callbacks: Sequence[Any]) -> list[str]:
             if method not in (None, getattr(TrainerCallback, event)) and not _is_plain(method):
                 found.append(event)
             expected = "a callback that reads no gradients: the stages have made their steps"
-            reads = event == "on_pre_optimizer_step" and bool(_names(getattr(method, "__code__", None)) & GRADIENTS)
+            reads = event == "on_pre_optimizer_step" and bool(names_in(getattr(method, "__code__", None)) & GRADIENTS)
             require(not reads, f"{type(callback).__name__}.{event}", expected, "one that does", ModelError)
     return found
 
 
-def _names(code: Any) -> set[str]:
+def names_in(code: Any) -> set[str]:
     """Return the names in the code of a function, and in that of functions and comprehensions inside it."""
     inner = (each for each in getattr(code, "co_consts", ()) if hasattr(each, "co_names"))
-    return {*getattr(code, "co_names", ())}.union(*map(_names, inner))
+    return {*getattr(code, "co_names", ())}.union(*map(names_in, inner))
 
 
 def _is_plain(method: Any) -> bool:

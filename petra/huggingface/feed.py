@@ -25,6 +25,7 @@ from petra.errors import DataError, invalid, require
 from petra.huggingface.absent import Absent
 from petra.huggingface.inputs import FIELDS, stack
 from petra.specs import Streams, TensorSpec, as_streams
+from petra.torch_private import version_counter
 
 Batch = Mapping[str, Tensor]
 HEADER, ALIGNMENT = 2048, 64
@@ -199,6 +200,16 @@ class Form:
         if self.masked and "attention_mask" not in batch:
             batch = {**batch, "attention_mask": torch.ones_like(batch[FIELDS[0]])}
         return stack(batch, self.fields, self.size)
+
+
+def versions(batch: Batch) -> dict[str, tuple[Tensor, int | None]]:
+    """Return the tensors of a batch, with the numbers of their changes, for :func:`is_unchanged`."""
+    return {name: (t, version_counter(t)) for name, t in batch.items()}
+
+
+def is_unchanged(batch: Batch, before: Mapping[str, tuple[Tensor, int | None]]) -> bool:
+    """Return whether a batch has the tensors that it had, and none has changed."""
+    return batch.keys() == before.keys() and all(batch[n] is t and version_counter(t) == i for n, (t, i) in before.items())
 
 
 class Entry(nn.Module):

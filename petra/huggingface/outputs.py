@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from petra.errors import ModelError, require
 from petra.huggingface.absent import AbsentWeights
-from petra.huggingface.feed import IMAGES
+from petra.huggingface.feed import IMAGES, versions
 from petra.huggingface.inputs import FIELDS
 from petra.torch_private import module_hooks, version_counter
 
@@ -89,7 +89,7 @@ class _Body(nn.Module):
     def __init__(self, batch: Mapping[str, Tensor], found: Tensor, *, whole: bool) -> None:
         super().__init__()
         self.calls = 0
-        object.__setattr__(self, "batch", {n: (t, version_counter(t)) for n, t in batch.items() if n in (*FIELDS, IMAGES)})
+        object.__setattr__(self, "batch", versions({n: t for n, t in batch.items() if n in (*FIELDS, IMAGES)}))
         states = found if whole else torch.zeros((), dtype=found.dtype, device=found.device).expand(found.shape)
         object.__setattr__(self, "states", states)
 

@@ -28,7 +28,7 @@ from petra.huggingface.arguments import check_arguments, check_methods
 from petra.huggingface.blocks import split
 from petra.huggingface.callbacks import ONLY_AT, reading_events, restore_callbacks
 from petra.huggingface.evaluation import Evaluating
-from petra.huggingface.feed import Reader, numbers, source_of
+from petra.huggingface.feed import Reader, is_unchanged, numbers, source_of, versions
 from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import base_of, check_generation, shared, with_all_weights
 from petra.huggingface.optimizers import (
@@ -120,6 +120,7 @@ class PetraTrainer(Evaluating):
         self._reader: Reader | None = None
         self._run: Stepwise | None = None
         self._packed, self._losses, self._history = deque[Tensor](), deque[float](), list[list[float]]()
+        self._given = deque[dict[str, tuple[Tensor, int | None]]]()
         self._states, self._pending, self._count = {}, 0, 0
         self._iterator: Any = None
         self._numbers = numbers(None)
@@ -258,6 +259,7 @@ class PetraTrainer(Evaluating):
             batches = self._read(found) if self.reads else []
         self._count = count = self._same("train_dataset", len(batches))
         self._ended = count < num_batches
+        self._given = deque(map(versions, batches))
         return (batches if self.reads else [{}] * count), None
 
     def _read(self, found: Sequence[int]) -> list[Any]:
@@ -286,6 +288,8 @@ class PetraTrainer(Evaluating):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Return the loss of a microbatch. The first of an update trains all of them."""
+        same = not self._given or is_unchanged(inputs, self._given.popleft())
+        require(same, "training_step", "the inputs of the batch, which the pipeline has read already", "others", ModelError)
         if not self._losses:
             self._advance()
         return torch.tensor(self._losses.popleft(), device=self.args.device)

@@ -276,6 +276,27 @@ def weights_of_the_head(run: Run) -> Any:
     return run.overriding(prediction_step=prediction_step).make(llama(), {"eval_dataset": rows(8)}).evaluate()
 
 
+def step_of(change: Callable[[Any, Any], object], *, after: bool = False) -> Callable[[Run], Any]:
+    """Return a training whose steps change inputs before, or the model after those of ``Trainer``."""
+
+    def case(run: Run) -> Any:
+        class Mine(run.kind):  # type: ignore[name-defined, misc]
+            def training_step(self, model: Any, inputs: Any, *others: Any) -> Any:
+                change(model, inputs)
+                return super().training_step(model, inputs, *others)
+
+        class Later(run.kind):  # type: ignore[name-defined, misc]
+            def training_step(self, model: Any, *others: Any) -> Any:
+                loss = super().training_step(model, *others)
+                model.lm_head.weight.grad = None
+                return loss
+
+        mine = Run(Later if after else Mine, run.folder)
+        return mine.make(llama()).train()
+
+    return case
+
+
 class Callback(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **named: Any) -> None:
         print([p.grad for p in model.parameters()])
@@ -336,8 +357,13 @@ def with_loss(model: Any) -> Any:
 CHUNKS = {"loss_rows": 7}
 METRICS: dict[str, Any] = {"compute_metrics": lambda found: {}}
 UNLABELED = [{"input_ids": row["input_ids"]} for row in rows(8)]
+OF_THE_BATCH = "training_step: expected the inputs of the batch, which the pipeline has read already, got others"
 REFUSED = [
     (penalty, "embed_tokens.weight in compute_loss: expected a loss of the model's outputs, .* got one that reads weights"),
+    (step_of(print, after=True), "Later.training_step: expected one that leaves gradients alone: .* got one that does not"),
+    (step_of(lambda model, inputs: inputs.update(input_ids=inputs["input_ids"] * 0)), OF_THE_BATCH),
+    (step_of(lambda model, inputs: inputs["labels"].zero_()), OF_THE_BATCH),
+    (step_of(lambda model, inputs: inputs.pop("labels")), OF_THE_BATCH),
     (inputs_of_the_instance, "PetraTrainer: expected methods that a pipeline calls, .* got its own _prepare_inputs"),
     (weights_of_the_head, "weight in compute_loss: expected a loss of the model's outputs"),
     (trained({"callbacks": [Callback()]}), "Callback.on_pre_optimizer_step: expected a callback that reads no gradients"),
