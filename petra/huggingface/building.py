@@ -115,7 +115,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
                 if isinstance(each, nn.Module):
                     accelerator._models.append(each)  # evaluation reads whether there are any
                 elif isinstance(each, DataLoader):
-                    found[i] = prepare(each, data_seed=config.data_seed if self.dp == 1 else self._data_seed)
+                    own = self.dp == 1 or config.data_seed is not None
+                    found[i] = prepare(each, data_seed=config.data_seed if own else self._data_seed)
                 elif isinstance(each, torch.optim.Optimizer) and not isinstance(each, AcceleratedOptimizer):
                     found[i] = AcceleratedOptimizer(each, device_placement=False)
             return found if len(found) > 1 else found[0]

@@ -57,19 +57,22 @@ def trained(rank: int, folder: str, world: int, methods: tuple[str, ...]) -> lis
     return found
 
 
-def evaluated(rank: int, folder: str) -> list[float]:
-    """Return losses of ``Trainer`` under DDP, and of replicas with a loss in chunks."""
+def evaluated(rank: int, folder: str) -> list[Any]:
+    """Return losses of ``Trainer`` under DDP, and of replicas with a loss in chunks, which read the order of ``data_seed``."""
     as_torchrun(rank, 2)
     found = []
     for kind, others in ((Trainer, {}), (PetraTrainer, {"stages": 2, "dp": 2, "loss_rows": 7})):
-        args = arguments(Path(folder), **SETTINGS, per_device_eval_batch_size=2, ddp_backend="gloo")
-        trainer: Any = kind(tiny("LlamaForCausalLM"), args, eval_dataset=rows(7), **others)
-        found.append(trainer.evaluate()["eval_loss"])
+        args = arguments(
+            Path(folder), **{**SETTINGS, "max_steps": 3}, per_device_eval_batch_size=2, ddp_backend="gloo", data_seed=11
+        )
+        trainer: Any = kind(tiny("LlamaForCausalLM"), args, train_dataset=rows(22), eval_dataset=rows(7), **others)
+        trainer.train()
+        found.append([trainer.evaluate()["eval_loss"], *(row["loss"] for row in trainer.state.log_history if "loss" in row)])
     return found
 
 
 @pytest.mark.processes
-def test_losses_in_chunks_are_divided_by_the_targets_of_all_replicas(tmp_path: Path) -> None:
+def test_losses_in_chunks_and_the_order_of_data_seed_are_those_of_trainer_under_ddp(tmp_path: Path) -> None:
     for expected, found in run_processes(2, evaluated, tmp_path, str(tmp_path), timeout=120):
         assert found == pytest.approx(expected, rel=1e-6)
 
