@@ -32,6 +32,8 @@ def pipelined(kind: type) -> Any:
     """
     is_trainer = isinstance(kind, type) and issubclass(kind, transformers.Trainer)
     require(is_trainer, "pipelined", "a subclass of transformers.Trainer", getattr(kind, "__name__", type(kind).__name__))
+    if issubclass(PetraTrainer, kind):
+        return PetraTrainer
     own = [name for name, each in signature(PetraTrainer.__init__).parameters.items() if each.kind is Parameter.KEYWORD_ONLY]
 
     made: Any = type(f"Petra{kind.__name__}", (kind, _Settings), {"__doc__": kind.__doc__, "__module__": __name__})

@@ -177,6 +177,7 @@ def test_a_step_that_calls_no_other_is_refused(tmp_path: Path) -> None:
         pipelined(kind)(llama(), arguments(tmp_path), train_dataset=rows(8))
     with pytest.raises(ConfigError, match=r"^pipelined: expected a subclass of transformers.Trainer, got dict"):
         pipelined(dict)
+    assert {pipelined(Trainer), pipelined(PetraTrainer)} == {PetraTrainer}
 
 
 def numbers() -> Any:
