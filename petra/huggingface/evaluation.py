@@ -123,7 +123,8 @@ class Evaluating(Pipelined):
             return
         (first, _), *rest = self._waiting
         names = {name for part, _ in rest for name in part}
-        whole = {name: torch.cat([part[name] for part, _ in self._waiting]) if name in names else first[name] for name in first}
+        parts = {name: [part[name] for part, _ in self._waiting if name in part] for name in first}
+        whole = type(first)({name: torch.cat(each) if name in names else each[0] for name, each in parts.items()})
         joined, self._waiting = torch.cat([each for _, each in self._waiting]), []
         self._batches.append(dict(whole))
         only, ignore_keys = self._asked

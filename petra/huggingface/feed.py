@@ -20,6 +20,7 @@ import torch
 from accelerate import skip_first_batches
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import BatchEncoding
 
 from petra.errors import DataError, invalid, require
 from petra.huggingface.absent import Absent
@@ -137,7 +138,8 @@ class Form:
         parts: list[Batch] = []
         for begin in range(0, total, self.rows):
             own = {name: t for name, t in batch.items() if begin == 0 or _has_rows(t, total)}
-            parts.append({name: t[begin : begin + self.rows] if _has_rows(t, total) else t for name, t in own.items()})
+            part = {name: t[begin : begin + self.rows] if _has_rows(t, total) else t for name, t in own.items()}
+            parts.append(BatchEncoding(part) if isinstance(batch, BatchEncoding) else part)
         return parts
 
     def pack(self, batch: Batch, **facts: Any) -> Tensor:
@@ -165,7 +167,7 @@ class Form:
             place += _aligned(value.nbytes)
             require(place <= len(packed), f"batch, {name}", "at most as many bytes as in the first batches", "more", DataError)
             packed[begin : begin + value.nbytes] = value.contiguous().view(-1).view(torch.uint8)
-        header = json.dumps({"entries": listed, **facts}).encode()
+        header = json.dumps({"entries": listed, "encoding": isinstance(batch, BatchEncoding), **facts}).encode()
         require(len(header) <= HEADER, "batch", "fewer entries", f"{len(listed)}", DataError)
         packed[self.start : self.start + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return packed
@@ -186,7 +188,7 @@ class Form:
                 inputs = side[: self.inputs.bytes].view(self.dtype).view(self.shape)[: shape[0]]
                 one = inputs[:, self.fields.index(name)] if inputs.dim() == 3 and self.size else inputs
                 batch[name] = (one[:, : shape[1]] if self.size else one).to(dtype, copy=True)
-        return batch, facts
+        return BatchEncoding(batch) if facts.pop("encoding") else batch, facts
 
     def _inputs(self, batch: Batch) -> Tensor:
         if self.size is None:

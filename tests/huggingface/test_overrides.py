@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import Dataset
-from transformers import DataCollatorForLanguageModeling, Trainer, TrainerCallback
+from torch.utils.data import Dataset, default_collate
+from transformers import BatchEncoding, DataCollatorForLanguageModeling, Trainer, TrainerCallback
 
 from petra import PetraError
 from petra.huggingface import PetraTrainer
@@ -189,6 +189,21 @@ def a_trial_of_a_search(run: Run) -> Any:
     return [*run.losses(trainer), float(sum(p.norm() for p in trainer.model.parameters()))]
 
 
+def attributes_of_a_batch(run: Run) -> Any:
+    """An evaluated batch is two microbatches."""
+
+    def collate(batch: Any) -> Any:
+        return BatchEncoding(default_collate(batch))
+
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **named: Any) -> Any:
+        found = model(input_ids=inputs.input_ids, labels=inputs.labels)
+        return (found.loss, found) if return_outputs else found.loss
+
+    named = {"data_collator": collate, "eval_dataset": rows(16)}
+    trainer = run.overriding(compute_loss=compute_loss).make(llama(), named, per_device_eval_batch_size=8)
+    return [*run.losses(trainer), trainer.evaluate()["eval_loss"]]
+
+
 ACTING = [
     *(
         device_of_model,
@@ -198,7 +213,7 @@ ACTING = [
         an_optimizer_with_settings_and_counts,
     ),
     *(images_in_a_wrapped_forward, images_in_a_loss_of_the_instance, images_in_metrics, a_prediction_step_of_the_instance),
-    *(predictions_in_an_evaluation, a_collator_with_a_seed, data_with_a_generator, a_trial_of_a_search),
+    *(attributes_of_a_batch, predictions_in_an_evaluation, a_collator_with_a_seed, data_with_a_generator, a_trial_of_a_search),
 ]
 
 
@@ -331,6 +346,21 @@ def modes(run: Run) -> Any:
 def fewer(run: Run) -> Any:
     model = llama()
     return run.make(model, {"optimizers": (torch.optim.SGD([model.lm_head.weight], 0.1), None)}).train()
+
+
+def autocast(run: Run) -> Any:
+    return run.overriding(compute_loss_context_manager=lambda self: torch.autocast("cpu", torch.bfloat16)).make(llama())
+
+
+def masks_of_pairs(run: Run) -> Any:
+    def collate(batch: Any) -> Any:
+        return {**default_collate(batch), "attention_mask": torch.ones(len(batch), 1, 12, 12).tril()}
+
+    return run.make(llama(), {"data_collator": collate}).train()
+
+
+def made(**settings: Any) -> Callable[[Run], Any]:
+    return lambda run: run.make(llama(), **settings)
 
 
 def hidden_states(run: Run) -> Any:
