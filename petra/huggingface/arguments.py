@@ -38,14 +38,17 @@ ARGUMENTS = {
 MAPPED = re.compile("|".join(ARGUMENTS))
 REFUSED = {
     "optim": ".*(layerwise|lomo|galore|apollo|grokadamw|8bit|bnb).*",
+    "train_sampling_strategy": "batch_rebalance",
 }
 """Patterns of refused values of arguments of which not all are mapped."""
+RECOMPUTED = {"use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop"}
+"""Keys of ``activation_checkpointing_kwargs`` that change nothing where blocks store their input."""
 OTHERS = ("activation_offloading",)
 """Arguments of subclasses that are refused."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Variable that torchrun sets for each of its processes."""
 CALLED = (
-    "compute_loss|compute_loss_context_manager|log|evaluate|predict|train|prediction_step|get_.*_dataloader|_get_.*_sampler|_get_dataloader|"
+    "compute_loss|log|evaluate|predict|train|prediction_step|get_.*_dataloader|_get_.*_sampler|_get_dataloader|"
     "create_optimizer|create_scheduler|get_decay_parameter_names|get_optimizer_cls_and_kwargs|_get_num_items_in_batch|"
     "_remove_unused_columns|_set_signature_columns_if_needed|_get_collator_with_removed_columns|_save|_save_checkpoint|save_model|"
     "_determine_best_metric|is_.*_process_zero|add_callback|pop_callback|remove_callback|floating_point_ops|store_flos|"
@@ -73,9 +76,12 @@ def check_arguments(trainer: Any, own: type) -> None:
     chosen = {name: str(getattr(value := getattr(args, name), "value", value)) for name in REFUSED}
     found += [f"{name}=True" for name in OTHERS if getattr(args, name, False)]
     found += [f"{name}={value}" for name, value in chosen.items() if re.fullmatch(REFUSED[name], value)]
+    keys = {*(getattr(args, "activation_checkpointing_kwargs", None) or getattr(args, "gradient_checkpointing_kwargs", None) or ())}
+    found += [f"activation_checkpointing_kwargs with {key}" for key in sorted(keys - RECOMPUTED)]
+    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    found += ["save_on_each_node=True in several processes"] if args.save_on_each_node and processes > 1 else []
     require(not found, "PetraTrainer", "no argument that it can't map", ", ".join(found))
     check_methods(trainer, own)
-    processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     started = int(os.environ.get("WORLD_SIZE", "1"))
     require(processes == started, "use_cpu", f"true on a machine without GPUs, in {started} processes", args.use_cpu)
     require(args.n_gpu <= 1, "PetraTrainer", "a process for each GPU (torchrun --nproc-per-node)", f"{args.n_gpu} GPUs in one")

@@ -123,7 +123,8 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
 
         accelerator.prepare, accelerator.prepare_model = prepared, lambda model, *others, **named: prepared(model)
         accelerator.gather = self._gathered
-        accelerator.reduce = accelerator.pad_across_processes = lambda tensor, *others, **named: tensor
+        accelerator.reduce = partial(recursively_apply, self._reduced)
+        accelerator.pad_across_processes = partial(recursively_apply, self._padded)
         accelerator.gather_for_metrics = partial(recursively_apply, self._of_rows)
         self.gather_function = accelerator.gather_for_metrics
 
@@ -163,6 +164,23 @@ class Pipelined(transformers.Trainer):  # type: ignore[misc]
             return tensor
         found: Tensor = reduce(nested_concat, map(torch.atleast_1d, self._of_replicas(tensor.cpu())))
         return found.to(tensor.device)
+
+    def _reduced(self, tensor: Tensor, reduction: str = "sum", scale: float = 1.0) -> Tensor:
+        """Return the sum, the mean or the largest of the tensors of all replicas."""
+        if self.dp == 1:
+            return tensor
+        found = torch.stack(self._of_replicas(tensor.cpu()))
+        whole = found.amax(0) if reduction == "max" else found.sum(0)
+        return (whole / self.dp if reduction == "mean" else whole).to(tensor.device)
+
+    def _padded(self, tensor: Tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Tensor:
+        """Return a tensor with the length of the longest of all replicas."""
+        if self.dp == 1 or not -tensor.dim() <= dim < tensor.dim():
+            return tensor
+        shape = [*tensor.shape]
+        shape[dim] = max(self._of_replicas(shape[dim])) - shape[dim]
+        padding = tensor.new_full(shape, pad_index)
+        return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim)
 
     def _of_rows(self, tensor: Tensor) -> Tensor:
         """Return what belongs to rows of the data, without the repeated ones of a last batch."""

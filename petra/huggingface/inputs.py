@@ -45,6 +45,9 @@ def stack(batch: Mapping[str, Tensor], fields: Sequence[str] = FIELDS[:1], size:
     ids = torch.as_tensor(batch[FIELDS[0]])
     fits = not ids.is_floating_point() and ids.dim() == 2
     require(fits, "batch", f"integers (B, T) as {FIELDS[0]}", f"{ids.dtype}{[*ids.shape]}", DataError)
+    for name in fields[1:]:
+        shape = torch.as_tensor(batch[name]).shape
+        require(shape == ids.shape, "batch", f"integers {[*ids.shape]} as {name}, one for each token", f"{[*shape]}", DataError)
     rows = torch.stack([torch.as_tensor(batch[name]).long() for name in fields], dim=1)
     if "position_ids" in fields:
         found = rows[:, fields.index("position_ids")]

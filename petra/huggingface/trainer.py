@@ -31,14 +31,7 @@ from petra.huggingface.evaluation import Evaluating
 from petra.huggingface.feed import Reader, is_unchanged, numbers, source_of, versions
 from petra.huggingface.inputs import FIELDS
 from petra.huggingface.load import base_of, check_generation, shared, with_all_weights
-from petra.huggingface.optimizers import (
-    copy_settings,
-    gather_states,
-    read_states,
-    states_of,
-    without,
-    without_steps,
-)
+from petra.huggingface.optimizers import copy_settings, gather_states, read_states, states_of, without, without_steps
 from petra.huggingface.replaced import replaced
 from petra.huggingface.stepwise import Stepwise
 from petra.method import METHODS, Keep, Method
@@ -110,6 +103,8 @@ class PetraTrainer(Evaluating):
         if self.args.activation_checkpointing and isinstance(self._method, Method):
             self._method = replace(self._method, keep=Keep.INPUT)
         self._stages = processes if stages is None else stages
+        other = next((each for each in extensions if not isinstance(each, Extension)), None)
+        require(other is None, "extensions", "objects of classes of petra, such as petra.staleness.WeightPrediction", repr(other))
         self._max_length, self._loss_rows, self._extensions = max_length, loss_rows, extensions
         base = base_of(self.model)
         empty = next((name for name, t in chain(base.named_parameters(), base.named_buffers()) if t.is_meta), None)

@@ -410,6 +410,11 @@ REFUSED = [
     (lambda run: Run(run.kind, run.folder, **CHUNKS).make(llama()).predict(rows(8)), "loss_rows: expected None where logits"),
     (lambda run: Run(run.kind, run.folder, **CHUNKS).make(llama(), prediction_loss_only=True).predict(UNLABELED),
      "loss_rows: expected None for rows without labels"),
+    (autocast, "Mine: expected methods that a pipeline calls, .* got its own compute_loss_context_manager"),
+    (masks_of_pairs, r"^batch: expected integers \[4, 12\] as attention_mask, one for each token, got \[4, 1, 12, 12\]"),
+    (made(train_sampling_strategy="batch_rebalance"), "got train_sampling_strategy=batch_rebalance"),
+    (made(activation_checkpointing_kwargs={"use_reentrant": False, "offload": True}), "_kwargs with offload"),
+    (lambda run: Run(run.kind, run.folder, extensions=["x"]).make(llama()), "^extensions: expected objects of .*, got 'x'"),
     (hidden_states, "model.config: expected one that asks for logits alone in predictions, got output_hidden_states"),
 ]  # fmt: skip
 

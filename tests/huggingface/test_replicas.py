@@ -1,5 +1,6 @@
 """Replicas of a pipeline read rows, and have losses, as the processes of ``Trainer`` under DDP."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
+from petra import PetraError
 from petra.huggingface import PetraTrainer
 from tests.huggingface.models import LENGTH, VOCABULARY, as_torchrun, tiny
 from tests.huggingface.test_trainer import arguments
@@ -67,7 +69,19 @@ def evaluated(rank: int, folder: str) -> list[Any]:
         )
         trainer: Any = kind(tiny("LlamaForCausalLM"), args, train_dataset=rows(22), eval_dataset=rows(7), **others)
         trainer.train()
-        found.append([trainer.evaluate()["eval_loss"], *(row["loss"] for row in trainer.state.log_history if "loss" in row)])
+        if kind is PetraTrainer:
+            with pytest.raises(PetraError, match=r"got save_on_each_node=True in several processes$"):
+                kind(tiny("LlamaForCausalLM"), dataclasses.replace(args, save_on_each_node=True), **others)
+        mean = trainer.accelerator.reduce({"rank": torch.tensor(float(rank))}, "mean")
+        padded = trainer.accelerator.pad_across_processes(torch.ones(2, 2 + rank), dim=1, pad_index=7, pad_first=True)
+        found.append(
+            [
+                float(mean["rank"]),
+                *padded.flatten().tolist(),
+                trainer.evaluate()["eval_loss"],
+                *(row["loss"] for row in trainer.state.log_history if "loss" in row),
+            ]
+        )
     return found
 
 
