@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import re
 import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ from petra.huggingface.stepwise import Stepwise
 from petra.method import METHODS, Keep, Method
 from petra.pipeline import Pipeline
 from petra.plan.layout import processes_per_replica
-from petra.training.checkpoint import Checkpoints, newest, restore
+from petra.training.checkpoint import Checkpoints, facts_of, newest, restore
 
 PETRA, READER = "petra", "reader.pt"
 """In a folder ``checkpoint-<step>``: a checkpoint of the pipeline, states of random numbers, and files of ``Trainer``."""
@@ -440,7 +441,10 @@ class PetraTrainer(Evaluating):
     def _facts(self) -> dict[str, Any]:
         """What must not differ between a run and the one that resumes it."""
         names = ("gradient_accumulation_steps", "per_device_train_batch_size")
-        return {name: getattr(self.args, name) for name in names} | {"method": self.pipeline.plan.method.name}
+        # without addresses of functions in settings, which differ in another run
+        extensions = re.sub(r" at 0x\w+", "", ", ".join(map(repr, self._extensions))) or "none"
+        found = {name: getattr(self.args, name) for name in names}
+        return found | {"method": self.pipeline.plan.method.name, "extensions": extensions}
 
     @property
     def _exports_all(self) -> bool:
@@ -474,9 +478,11 @@ class PetraTrainer(Evaluating):
         path = newest(folder / PETRA)
         require(path is not None or (folder / OPTIMIZER_NAME).exists(), "resume_from_checkpoint", expected, folder)
         if path is not None:
-            facts = restore(self.pipeline, path)
-            for name, value in self._facts.items():
-                require(facts.get(name) == value, name, f"{facts.get(name)}, as in {folder}", value)
+            facts = facts_of(path)
+            for name, value in self._facts.items():  # older checkpoints tell no extensions
+                found = facts.get(name, value)
+                require(found == value, name, f"{found}, as in {folder}", value)
+            restore(self.pipeline, path)
         if (folder / SCHEDULER_NAME).exists():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
             rates = getattr(self.lr_scheduler, "_last_lr", None) or [group["lr"] for group in self.optimizer.param_groups]

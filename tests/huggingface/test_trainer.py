@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from petra import ConfigError, DataError, PetraError
 from petra.huggingface import PetraTrainer
+from petra.staleness import WeightPrediction
 from tests.huggingface.models import VOCABULARY, tiny
 from tests.structure import ROOT
 from tests.support.processes import PIPES, environment
@@ -122,6 +123,27 @@ def test_events_evaluation_saving_and_resuming(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             changed.train(resume_from_checkpoint=str(tmp_path / "resumed/checkpoint-7"))
     torch.testing.assert_close(again.pipeline.state_dict(), fresh.pipeline.state_dict(), rtol=0, atol=0)
+
+
+def test_a_run_resumes_with_its_extensions_only(tmp_path: Path) -> None:
+    """Checkpoints that tell none resume with any, as before."""
+    older = type("Older", (PetraTrainer,), {"_facts": property(lambda self: {"method": "dsp"})})
+
+    def trained(folder: str, resumed: str | None, extensions: Any, kind: type = PetraTrainer) -> Any:
+        args = arguments(tmp_path / folder, max_steps=3, save_strategy="steps", save_steps=2)
+        made = {"method": "dsp", "stages": 2, "extensions": extensions}
+        trainer = kind(tiny("LlamaForCausalLM", torch.float32), args, train_dataset=rows(16), **made)
+        trainer.train(resume_from_checkpoint=None if resumed is None else str(tmp_path / resumed / "checkpoint-2"))
+        return losses(trainer)
+
+    prediction = WeightPrediction("difference")
+    whole = trained("whole", None, [prediction])
+    assert trained("again", "whole", [prediction]) == whole
+    for others, got in (([], "none"), ([WeightPrediction("difference", 2.0)], ".*horizon=2.0.")):
+        with pytest.raises(ConfigError, match=rf"^extensions: expected WeightPrediction\(.*\), as in .*, got {got}$"):
+            trained("again", "whole", others)
+    trained("older", None, [prediction], older)
+    assert trained("again", "older", [prediction])
 
 
 def test_what_cannot_be_mapped_is_refused_by_name(
