@@ -152,10 +152,10 @@ class Records:
 
 @contextmanager
 def exclusive_folder(config: Config, process: Process, swept: Sequence[str] = ()) -> Iterator[RunFolder | None]:
-    """Hold the lock on ``run_dir`` for the duration of the context. Every rank must enter it; rank 0 holds the lock.
+    """Hold the lock on the run's folder for the duration of the context. Every rank must enter it; rank 0 holds the lock.
 
-    A run without ``run_dir`` gets a folder of its own and needs no lock. Until the first microbatch, an error leaves the folder as
-    it was.
+    A run without ``run_dir`` gets a folder of its own, which another job could resume. Until the first microbatch, an error leaves
+    the folder as it was.
 
     Args:
         swept: Overrides of a sweep, for the name of a folder of its own.
@@ -171,15 +171,11 @@ def exclusive_folder(config: Config, process: Process, swept: Sequence[str] = ()
         with raise_on_all_ranks():
             if process.first:
                 missing = missing_folders(Path(config.run_dir or "runs"))
-                if config.run_dir is None:
-                    path = default_folder(config, swept)
-                    folder = RunFolder(path, [path, *missing])
-                else:
-                    path = Path(config.run_dir)
-                    folder = RunFolder(path, missing)
-                    if not stack.enter_context(locked(path)):
-                        refused = "so a second job with this run_dir is not refused"
-                        print(f"warning: the file system of {path} has no locks, {refused}", file=sys.stderr, flush=True)
+                path = default_folder(config, swept) if config.run_dir is None else Path(config.run_dir)
+                folder = RunFolder(path, [path, *missing] if config.run_dir is None else missing)
+                if not stack.enter_context(locked(path)):
+                    refused = "so a second job with this run_dir is not refused"
+                    print(f"warning: the file system of {path} has no locks, {refused}", file=sys.stderr, flush=True)
                 stack.enter_context(folder.undone_on_error())
         yield folder
 

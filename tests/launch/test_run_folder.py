@@ -4,6 +4,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from launch.run import build
 from launch.runtime.reporting import report_errors
 from petra.engine.stage import Stage
 from petra.errors import CommunicationError, ConfigError, PetraError
+from petra.training.records import locked
 from tests.support.commands import ALONE, TINY, lines, planned
 from tests.support.commands import train as start
 
@@ -96,6 +98,21 @@ def test_the_same_command_works_after_a_start_that_failed(monkeypatch: pytest.Mo
         with pytest.raises((ConfigError, NoKey)):
             start(*RUN, "run_dir=run", word)
     start(*RUN, "run_dir=run")
+
+
+def test_a_run_in_its_default_folder_is_not_resumed_while_it_trains(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks of one process don't exclude each other, so this looks for the lock."""
+    held: list[Path] = []
+
+    @contextmanager
+    def noted(folder: Path) -> Iterator[bool]:
+        held.append(folder)
+        with locked(folder) as found:
+            yield found
+
+    monkeypatch.setattr("launch.run.records.locked", noted)
+    start(*RUN)
+    assert held == [*Path("runs").iterdir()]
 
 
 @pytest.fixture(scope="module")
