@@ -396,8 +396,10 @@ def _command(settings: Sequence[str], processes: int, per_machine: int) -> str:
     if processes <= per_machine:
         several = ["--nproc", str(processes)] if processes > 1 else []
         return f"to train: {shlex.join(['petra', 'train', *several, *settings])}"
-    nodes = -(-processes // per_machine)
-    variables = f"NNODES={nodes} NODE_RANK=N NPROC_PER_NODE={per_machine} MASTER_ADDR=ADDRESS"
+    *full, last = range(0, processes, per_machine)
+    nodes, left = len(full) + 1, processes - last
+    counts = ",".join(map(str, [*[per_machine] * len(full), left])) if left < per_machine else per_machine
+    variables = f"NNODES={nodes} NODE_RANK=N NPROC_PER_NODE={counts} MASTER_ADDR=ADDRESS"
     return f"to train, on machine N = 0 to {nodes - 1}: {variables} {shlex.join(['petra', 'node', *settings])}"
 
 
