@@ -22,7 +22,7 @@ from petra.distributed import all_gather_objects, message_group
 from petra.elastic.liveness import Member
 from petra.elastic.membership import Membership, MembershipChanged
 from petra.elastic.replicas import ElasticReplicas, ElasticTrainer
-from petra.errors import PetraError, require
+from petra.errors import PetraError
 from petra.training import JsonLines
 from petra.training.state import state_of
 from petra.training.weight_files import State
@@ -71,7 +71,6 @@ def run(config: Config, process: Process) -> None:
     """
     replica = Replica.from_environment(process, config.dp)
     setup = set_up(config, replica.in_run(range(config.dp)))
-    require(all(setup.plan.layout.processes), "cluster.elastic", "false if processes have no stage", "true")
     prepare_process(setup)
     membership = replica.membership(str(config.run_dir), config.trainer.timeout)
     stop, handover = StopRequest(), None

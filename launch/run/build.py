@@ -178,8 +178,8 @@ def set_up(config: Config, process: Process, *, training: bool = True) -> Setup:
     check(config, process)
     _check_data_fits(config)
     wanted = config.trainer.stages
-    stages = processes_per_replica(process.world, config.dp) if wanted == "auto" else wanted
     device, model = process.device(config.trainer.device), model_of(config)
+    stages = min(processes_per_replica(process.world, config.dp), len(model.blocks)) if wanted == "auto" else wanted
     model = _ProfiledOnce(model.name, model.blocks)
     if not training:
         model = replace(model, blocks=tuple(replace(block, build=partial(_in_evaluation, block.build)) for block in model.blocks))
@@ -191,6 +191,8 @@ def set_up(config: Config, process: Process, *, training: bool = True) -> Setup:
         count = len(model.blocks) if stages is None else stages if isinstance(stages, int) else len(stages)
         method = replace(method, delay=largest_delay(method, config.k, count, 2))
     setup = Setup(config, _plan(config, model, method, stages, process.world, device), device, process.world, auto)
+    idle = not all(setup.plan.layout.processes)
+    require(not config.cluster.elastic or not idle, "cluster.elastic", "false if processes have no stage", "true")
     checked = setup.recipe()
     checked.check(setup.plan)
     for extension in checked.extensions:

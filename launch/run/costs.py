@@ -240,7 +240,8 @@ def _choose(setup: Setup, machines: Machines, free: float) -> Tuned:
     processes, several = plan.layout.processes, len(plan.layout.processes) > 1
     require(len(processes) == len(machines.devices), "cluster.machines", f"{len(processes)} devices", len(machines.devices))
     # In one process the choice of delays would not change the speed, so choose as for one process per stage.
-    stages: int | list[int] = len(processes) if "stages" in setup.auto else [len(stage) for stage in plan.layout.stages]
+    automatic = "stages" in setup.auto  # of which the provisional plan has one for each process, unless there are fewer blocks
+    stages: int | list[int] = len(plan.layout.stages) if automatic else [len(stage) for stage in plan.layout.stages]
     owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]
     owned_by = machines.devices if several else (Device(),) * len(owners)
     limit = 1e9 * (config.trainer.memory_limit or setup.limit or free)

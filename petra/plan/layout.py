@@ -50,12 +50,11 @@ def make_layout(
         processes: Number of processes, of all replicas together.
 
     Raises:
-        ConfigError: If there are more processes or stages than blocks, or if processes or samples cannot be shared evenly.
+        ConfigError: If there are more stages than blocks, or if processes or samples cannot be shared evenly.
         ModelError: If blocks do not fit each other.
     """
     _check_stages(inputs, stages)
     n, processes = len(model.blocks), processes_per_replica(processes, dp, tp)
-    require(processes <= n, "processes", f"1 to {n}, since {model.name} has {n} blocks", processes)
     if isinstance(stages, int):
         require(1 <= stages <= n, "stages", f"1 to {n}, since {model.name} has {n} blocks", stages)
     samples, *sample = inputs.shape

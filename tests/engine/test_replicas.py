@@ -255,7 +255,6 @@ test_invalid_numbers_of_replicas_and_shares_too_small_for_batch_statistics = ref
     (RandomSource(8), 4, 3, "dp: expected a divisor of 4, the number of processes, got 3"),
     (RandomSource(8), 4, 0, "dp: expected an integer >= 1, got 0"),
     (RandomSource(6), 4, 4, "dp: expected a divisor of 6, the number of samples of a microbatch, got 4"),
-    (RandomSource(8), 16, 2, "processes: expected 1 to 6, since mixed has 6 blocks, got 8"),
     (RandomSource(2, 2), 2, 2, r"dp: expected shares .*, got float64\[1, 3, 2, 2\] of float64\[2, 3, 2, 2\] \(block"),
     (RandomSource(1, 2), 1, 1, "Expected more than 1 value per channel"),
     kind=(ConfigError, ModelError),

@@ -53,9 +53,10 @@ def test_the_environment_describes_a_node(environment: str, expected: str) -> No
 
 def test_an_error_before_the_processes_start_is_reported_once_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[object, ...]] = []
+    elastic = ["dp=2", "data.batch_size=4", "cluster.elastic=true", "checkpoint.every=2", "run_dir=run", "resume=auto"]
     monkeypatch.setattr(agent, "run_agent", lambda *arguments: started.append(arguments))
     for overrides, message in (
-        (["--nproc", "11"], "processes: expected 1 to 10, since revnet18 has 10 blocks, got 11"),
+        (["--nproc", "22", *elastic], "cluster.elastic: expected false if processes have no stage, got true"),
         (["--nproc", "2", "trainer.stages=[5,4]"], "stages: expected positive numbers of blocks that sum to 10, got [5, 4]"),
     ):
         monkeypatch.setattr(sys, "argv", ["train", "trainer.device=cpu", *overrides])

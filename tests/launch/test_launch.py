@@ -236,3 +236,14 @@ def test_an_error_is_reported_once_under_torchrun(tmp_path: Path) -> None:
     assert failed.stderr.count("data_batch_1: can't be read") == 1
     assert "launch/" not in failed.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.processes
+def test_processes_that_are_more_than_blocks_are_idle(tmp_path: Path) -> None:
+    """RevNet-18 has ten blocks. Automatic stages are one for each block then."""
+    words = ["data.size=16", "data.images=32", "trainer.stages=auto", "method.delay=auto", f"run_dir={tmp_path}/run"]
+    with Forked(tmp_path / "cwd", [*TINY, *words], 12) as run:
+        printed, _ = run.finish()
+    assert "10 stages in 12 process(es)" in printed
+    assert "; 2 process(es) without a stage are idle; " in printed
+    assert len(metrics(tmp_path / "run")) == 1
