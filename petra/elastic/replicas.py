@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
+from petra.distributed import all_gather_objects
 from petra.elastic.membership import Membership
 from petra.engine.endpoints import DataSource
 from petra.engine.options.replicas import Replicas
@@ -28,7 +29,8 @@ from petra.errors import require
 from petra.hooks import Hook, Hooks
 from petra.plan.layout import Layout
 from petra.torch_private import default_group_timeout
-from petra.training import Trainer
+from petra.training import Row, Trainer
+from petra.training.trainer import score_of
 from petra.transport import Transport
 
 
@@ -179,6 +181,15 @@ class ElasticReplicas(Replicas, Hook):
 
 class ElasticTrainer(Trainer):
     """Trainer whose processes agree at the end of each phase whether to continue with the same replicas."""
+
+    def fit(self, epochs: int) -> list[Row]:
+        """Train. First write the last checkpoint again if the loss of a replica has interrupted it: no later one would follow."""
+        if self.history and len(self.history) >= epochs:
+            saved = self.checkpoints.folder / f"{self.pipeline.microbatches_done:09}"
+            with self.phase("saved again"):
+                if not all_gather_objects(saved.exists())[0]:
+                    self._save_and_stop(score_of(self.history[-1]))
+        return super().fit(epochs)
 
     def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
         """Return a context for a phase.

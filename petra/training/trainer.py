@@ -166,7 +166,7 @@ class Trainer:
             self._sums, self._seconds = [], 0.0
             for watcher in self.watchers:
                 watcher.epoch_end(row)
-            self._save_and_stop(row.get("test_miou", row.get("test_accuracy", -row["test_loss"])))
+            self._save_and_stop(score_of(row))
 
     def _train_to_drain(self, end: int) -> None:
         """Train up to the next planned drain or the end of the epoch; until a stop is requested or a checkpoint not written."""
@@ -206,6 +206,11 @@ class Trainer:
         if any(all_gather_objects(self.stop(), call="Trainer.fit()")):
             self.checkpoints.wait()
             raise Interrupted(self.pipeline.microbatches_done, saved=self.checkpoints.keep > 0)
+
+
+def score_of(row: Row) -> float:
+    """Return the quality of the network after an epoch, by which the best checkpoint is kept: higher is better."""
+    return float(row.get("test_miou", row.get("test_accuracy", -row["test_loss"])))
 
 
 def require_an_update(k: int, microbatches: int, extensions: Iterable[Extension]) -> None:

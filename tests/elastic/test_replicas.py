@@ -1,7 +1,9 @@
 """Loss of a replica while the pipeline trains, against one pipeline that leaves out the same samples."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +17,15 @@ from torch import Tensor
 from petra import Extension, OuterStep, Pipeline
 from petra.elastic.liveness import Liveness
 from petra.elastic.membership import Generation, Membership, MembershipChanged
-from petra.elastic.replicas import DealtShares, ElasticReplicas
+from petra.elastic.replicas import DealtShares, ElasticReplicas, ElasticTrainer
 from petra.engine.options.replicas import Share
 from petra.engine.recipe import Recipe
 from petra.errors import CommunicationError
 from petra.plan import make_plan
 from petra.plan.layout import make_layout
 from petra.specs import IGNORED
+from petra.training import Checkpoints
+from petra.training.checkpoint import best_of, checkpoints
 from tests.engine.test_outer_step import Case, simulate
 from tests.engine.test_replicas import without_norms
 from tests.support.nets import RandomSource, assert_equal, make_pipeline, sgd
@@ -202,3 +206,28 @@ def test_all_processes_of_two_replicas_agree_on_the_one_that_remains(members: li
     with pytest.raises(CommunicationError, match="replica 1: excluded"):
         members[0][1].remaining("group of process 1", [0, 1])
     assert members[1][1].remaining("group of process 1", [0, 1]) == [1]
+
+
+class Epochs(RandomSource):
+    batches_per_epoch, batches = 4, 1
+    unit, bytes_per_target = "images", None
+
+
+def test_the_last_checkpoint_is_written_again_if_a_loss_interrupted_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replicas that remain have no epoch left, after which they would save. Nothing is written twice."""
+    monkeypatch.setattr(ElasticTrainer, "phase", lambda *_, **__: nullcontext())
+    pipeline = make_pipeline(without_norms(), Epochs(batch=BATCH).spec, optimizer=sgd, learning_rate=lambda t: 0.1)
+
+    def trainer() -> ElasticTrainer:
+        return ElasticTrainer(pipeline, Epochs(batch=BATCH), Epochs(batch=BATCH), checkpoints=Checkpoints(tmp_path, every=2))  # type: ignore[arg-type]
+
+    first, following = trainer(), trainer()
+    first.fit(1)
+    (last, *_), best = checkpoints(tmp_path), best_of(tmp_path)
+    shutil.rmtree(last)
+    following.resume(first.state())
+    following.fit(1)
+    assert (checkpoints(tmp_path)[0], best_of(tmp_path)) == (last, best)
+    written = last.stat().st_ino
+    following.fit(1)
+    assert last.stat().st_ino == written
