@@ -165,8 +165,10 @@ def run_replicas(processes: int, replicas: int, name: str, arguments: Sequence[s
     command = [sys.executable, "-m", "petra", name, *arguments]
 
     def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ, **variables})
+        # In sessions of their own: a terminal would send Ctrl-C to them, too, and the second signal ends a process at once.
+        return subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ, **variables}, start_new_session=True)
 
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it is forwarded
     store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     started = [ReplicaProcesses(start, index, processes // replicas, store.port) for index in range(replicas)]
     stopping = False
@@ -179,6 +181,7 @@ def run_replicas(processes: int, replicas: int, name: str, arguments: Sequence[s
 
     for number in stop_signals():
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         while any(replica.status is None for replica in started):
             for replica in started:

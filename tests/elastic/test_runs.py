@@ -2,11 +2,14 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from launch.config.compose import compose_overrides
+from launch.elastic import processes
 from launch.elastic.processes import Replica
 from launch.run.build import check
 from launch.runtime.rank import Process
@@ -60,3 +63,18 @@ def test_processes_must_be_told_their_replica(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ConfigError) as caught:
             Replica.from_environment(Process(0, 2, 0, 2), 2)
         assert str(caught.value).startswith(message)
+
+
+def test_a_terminal_does_not_send_ctrl_c_to_the_processes_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each leads a session of its own, so that it gets the signal once, from the process that started it."""
+    program = "import os, sys; sys.exit(os.getsid(0) != os.getpid())"
+
+    def start(command: list[str], **settings: object) -> "subprocess.Popen[bytes]":
+        return popen([sys.executable, "-c", program], **settings)  # type: ignore[call-overload, no-any-return]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(processes, "stop_signals", list)
+    with pytest.raises(SystemExit) as ended:
+        processes.run_replicas(2, 2, "train", [])
+    assert ended.value.code == 0
