@@ -159,10 +159,15 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
     Raises:
         PetraError: If a file cannot be read or belongs to another network. Raised on every rank.
     """
+    chosen: SavedWeights | None = None
+    with raise_on_all_ranks():
+        if pipeline.rank == 0 and start.path is None and config.init_from is not None:
+            chosen = SavedWeights.at(Path(config.init_from), "init_from")
+    initial = all_gather_objects(chosen)[0]  # while the run that it names trains, each process could find other ones
     with raise_on_all_ranks():
         if start.path is None:
             lost = [f"starting again, since the run has no checkpoint: {start.lost} epochs are lost"] if start.lost else []
-            weights = [] if config.init_from is None else [_load_weights(pipeline, config, Path(config.init_from), vocabulary)]
+            weights = [] if initial is None else [_load_weights(pipeline, config, initial, vocabulary)]
             return [*lost, *weights]
         if start.state is None:
             SavedWeights(start.path).require_vocabulary("data.root", vocabulary)
@@ -181,10 +186,9 @@ def load_start(pipeline: Pipeline, config: Config, start: Start, epoch: int, voc
         return [f"resuming from {source}, after microbatch {done}", *changes]
 
 
-def _load_weights(pipeline: Pipeline, config: Config, path: Path, vocabulary: str | None) -> str:
+def _load_weights(pipeline: Pipeline, config: Config, weights: SavedWeights, vocabulary: str | None) -> str:
     """Load the weights that ``init_from`` names, and return a line that says which."""
     skip, blocks = {*(config.init_skip or ())}, len(pipeline.plan.model.blocks)
-    weights = SavedWeights.at(path, "init_from")
     weights.load_into(pipeline, vocabulary, skip)
     other = differences(weights.facts.get("config", as_data(config)), as_data(config))
     others = [key for key in other if key.startswith("model.")]

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from petra.data.files import reading
-from petra.distributed import raise_on_all_ranks
+from petra.distributed import all_gather_objects, raise_on_all_ranks
 from petra.errors import DataError, ModelError, require
 from petra.inplace_abn import ConfusionMatrix
 from petra.inplace_abn.segmentation import class_names
@@ -234,6 +234,7 @@ def _evaluate_in_group(setup: Setup, weights: SavedWeights) -> dict[str, Any]:
     """Return loss and metrics. The pipeline ends with this function, before the process group does."""
     train, test = setup.data()
     pipeline, data = setup.pipeline(), setup.config.data
+    weights = all_gather_objects(weights)[0]  # while the run trains, each process could find other ones
     with raise_on_all_ranks():
         weights.require_network(setup.config)
         weights.load_into(pipeline, train.vocabulary)

@@ -3,6 +3,7 @@
 import gc
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -13,13 +14,19 @@ import torch.distributed as dist
 from PIL import Image
 
 from launch import evaluate, export, generate, predict
+from launch.config.compose import compose_overrides
+from launch.run.build import set_up
+from launch.run.resume import Start, load_start
 from launch.run.weights import SavedWeights
+from launch.run.weights import evaluate as evaluate_weights
+from launch.runtime.rank import Process
 from petra.data import load_dataset
 from petra.models import revnet18
 from petra.pipeline import Pipeline
 from petra.training import facts_in, load, newest, read_rows
 from tests.support.commands import refused, train
 from tests.support.forked import Forked
+from tests.support.processes import run_processes
 
 RUN = (
     *("data=digits", "model=revnet18", "model.width=0.125", "k=2", "data.batch_size=64", "trainer.epochs=1"),
@@ -130,6 +137,25 @@ def test_pipelines_end_before_their_process_group(tmp_path: Path) -> None:
     with Forked(tmp_path, [*words, "dp=2", "trainer.device=cpu", "run_dir=run"], 2, prepare=_note_pipelines) as run:
         run.finish()
     assert [json.loads((tmp_path / f"alive{rank}.json").read_text()) for rank in range(2)] == [0, 0]
+
+
+def read(rank: int, folder: Path) -> tuple[str, str]:
+    """Return which weights an evaluation and ``init_from`` read, though each process finds other ones."""
+    found, process = SavedWeights([folder / "model.pt", newest(folder / "checkpoints")][rank]), Process(rank, 2, rank, 2)  # type: ignore[arg-type]
+    config = compose_overrides([*RUN, "trainer.device=cpu", f"init_from={folder}"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SavedWeights, "at", lambda *_: found)
+        (loaded,) = load_start(set_up(config, process).pipeline(), config, Start(), 4)
+    return evaluate_weights(replace(config, init_from=None), found, process)["weights"], loaded
+
+
+@pytest.mark.processes
+def test_all_processes_read_the_weights_that_the_first_one_has_chosen(folder: Path, tmp_path: Path) -> None:
+    """While a run trains, they could otherwise mix two of its checkpoints."""
+    (evaluated, loaded), other = run_processes(2, read, tmp_path, folder)
+    assert (evaluated, loaded) == other
+    assert evaluated == str(folder / "model.pt")
+    assert loaded.startswith(f"initial weights of 10 of 10 blocks from {evaluated}, ")
 
 
 NETWORK = ("model=deeplabv3", "model.body=revnet18", "model.width=0.125", "model.norm=inplace_abn")
