@@ -442,5 +442,6 @@ def _machines(options: argparse.Namespace, config: Config) -> Machines:
     for name, bounds in (("teraflops", SCALE), ("bandwidth", SCALE), ("latency", LATENCY)):
         require(within(getattr(options, name), bounds), f"--{name}", f"a number {bounds}", getattr(options, name))
     if path:
-        return read_machines(path)
+        found, limit = read_machines(path), float("inf") if limit is None else 1e9 * limit
+        return replace(found, devices=tuple(replace(device, memory=min(device.memory, limit)) for device in found.devices))
     return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)
