@@ -101,7 +101,8 @@ class Candidate:
         traffic: Bytes that cross all boundaries per microbatch.
         link_use: Fraction of the period in which the busiest direction of a link transfers.
         memory: Memory of each device; empty if it is not predicted.
-        limit: Memory that the smallest device has, in bytes.
+        limit: Memory in bytes within which a run may choose what to store: that of the largest device, since the run knows what the
+            others have; of the smallest if some devices are not used, which the file of a run can't have.
         expected: What staleness costs in a benchmark of such runs; None if that is not known.
     """
 
@@ -210,7 +211,7 @@ def predict_method(
         sum(size for size, _ in messages),
         busiest / found.period,
         memory,
-        min(device.memory for device in devices),
+        (max if count == len(machines.devices) else min)(device.memory for device in devices),
     )
 
 
@@ -286,6 +287,9 @@ def report(config: Config, options: argparse.Namespace, overrides: Sequence[str]
         own = ("method=", "method.", "trainer.stages=", "trainer.memory_limit=", *unused)
         others = [word for word in overrides if not word.lstrip("+~").startswith(own)]
         words = best.setting(others)
+        described = count == len(machines.devices) and options.machines and not config.cluster.machines
+        if described and f"method.keep={AUTO}" in words:
+            words.append(f"cluster.machines={as_word(options.machines)}")  # within the memory of each device
         lines += [f"recommended: {' '.join(words)}", f"chosen {reason}"]
         lines.append(_command([*others, *words], count * config.dp, options.per_machine))
         device = max(range(count), key=lambda j: best.memory[j].total)

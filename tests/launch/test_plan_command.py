@@ -11,6 +11,7 @@ import pytest
 from launch import plan
 from launch.config.compose import compose_overrides
 from launch.run.build import Setup, set_up
+from launch.run.costs import stage_memories, tune_setup
 from launch.runtime.rank import Process
 from petra import Keep
 from petra.cost_model.autotune import Tuned
@@ -126,10 +127,35 @@ def test_flags_without_effect_are_refused(words: str, message: str, tmp_path: Pa
     assert refused(plan.main, [*words.replace("FILE", str(file)).split(), *SMALL]) == message.replace("FILE", str(file))
 
 
-def test_the_memory_limit_of_a_run_is_that_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+UNEQUAL = """
+devices: [{memory: 1, speed: 8}, {memory: 0.037}]
+links: [{forward: {bandwidth: 100}, backward: {bandwidth: 100}}]
+"""
+
+
+@pytest.mark.parametrize("flag", ["--devices", "--machines"])
+def test_the_memory_limit_of_a_run_is_that_of_a_plan(flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "machines.yaml"
+    file.write_text(UNEQUAL)
     with pytest.raises(SystemExit):
-        plan.main(["--devices", "2", *SMALL, "trainer.stages=auto", "trainer.memory_limit=1e-6"])
+        plan.main([flag, "2" if flag == "--devices" else str(file), *SMALL, "trainer.stages=auto", "trainer.memory_limit=1e-6"])
     assert "| petra " not in capsys.readouterr().out
+
+
+def test_the_printed_command_trains_within_the_memory_of_unequal_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machines.yaml"
+    file.write_text(UNEQUAL)
+    monkeypatch.setattr(plan, "recommend", lambda rows: {"here": next(row for row in rows if row.tuned.keep)})
+    plan.main(["--machines", str(file), *SMALL, "trainer.device=cpu"])
+    (command,) = re.findall(r"^to train: (.*)$", capsys.readouterr().out, re.M)
+    words = shlex.split(command)[4:]
+    assert {"trainer.memory_limit=1", f"cluster.machines={file}"} <= {*words}
+    tuned = tune_setup(trained(words, 2), Process(0, 1, 0, 1))
+    chosen = Tuned((8, 2), 3, (), (), tuple(Keep(keep) for keep in tuned.choices["keep"]))
+    _, second = stage_memories(tuned, {}, tuned.plan.method, chosen)
+    assert second.total <= 0.037e9
 
 
 @pytest.mark.parametrize("data", [["data=synthetic", "data.images=64"], ["data=text", "model=revgpt", "data.size=8"]])
