@@ -69,6 +69,7 @@ def stage_map(setup: Setup) -> str:
     """Return a Markdown table of the stages. Sizes are of one microbatch, or of a replica's share of it."""
     plan, dp, stages = setup.plan, setup.plan.layout.dp, stage_facts(setup.plan)
     flops = sum(stage["flops"] for stage in stages)
+    provisional = f"; provisional {', '.join(sorted(setup.auto))}, which the run chooses (auto)" if setup.auto else ""
     rows = [
         [
             *(str(stage["stage"]), ", ".join(map(str, stage["processes"])), stage["blocks"], f"{stage['parameters']:,}"),
@@ -80,7 +81,7 @@ def stage_map(setup: Setup) -> str:
     title = (
         f"{plan.model.name} on {setup.config.data.name} by {plan.method.name} (d = {plan.method.delay}, k = {plan.k}): "
         f"{len(rows)} stages in {len(plan.layout.processes)} process(es){f' per replica, {dp} replicas' if dp > 1 else ''}, "
-        f"{plan.parameters:,} parameters, {dp * flops / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}"
+        f"{plan.parameters:,} parameters, {dp * flops / 1e9:.3g} GFLOPs forward for a microbatch of {plan.inputs}{provisional}"
     )
     return f"{title}\n\n{table(STAGES, rows, aligned=True)}"
 

@@ -111,6 +111,9 @@ def test_the_stage_map_tells_what_the_pipeline_does() -> None:
     text = stage_map(setup)
     assert text.startswith("revnet18 on digits by petra (d = 2, k = 4): 4 stages in 1 process(es), ")
     assert len(text.splitlines()) == 2 + 2 + 4
+    assert "provisional" not in text
+    automatic = stage_map(planned("model.width=0.0625", "trainer.stages=auto", "method.delay=auto"))
+    assert automatic.splitlines()[0].endswith("; provisional delay, stages, which the run chooses (auto)")
 
 
 def test_a_dry_run_prints_and_leaves_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
