@@ -244,7 +244,7 @@ def _choose(setup: Setup, machines: Machines, free: float) -> Tuned:
     automatic = "stages" in setup.auto  # of which the provisional plan has one for each process, unless there are fewer blocks
     stages: int | list[int] = len(plan.layout.stages) if automatic else [len(stage) for stage in plan.layout.stages]
     owners = [range(j, j + 1) for j in range(stages)] if isinstance(stages, int) else [owned for owned in processes if owned]
-    owned_by = machines.devices if several else (Device(),) * len(owners)
+    owned_by = machines.devices if several else [Device(memory=machines.devices[0].memory)] * len(owners)
     limit = 1e9 * (config.trainer.memory_limit or setup.limit or free)
     devices = [Device(d.speed, min(limit, d.memory)) for d, owned in zip(owned_by, owners, strict=False) for _ in owned]
     rules: dict[str, Any] = {
