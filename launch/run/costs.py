@@ -175,10 +175,13 @@ def tune_setup(setup: Setup, process: Process, earlier: dict[str, Any] | None = 
         limit = setup.config.trainer.memory_limit or earlier.get("limit")
         setup = replace(with_kept, auto=setup.auto - {"keep"}, limit=limit)
     same = "stages" in setup.auto or setup.choices["stages"] == earlier.get("stages")
-    if earlier and same and "keep" not in setup.auto:
+    reused = bool(earlier) and same and "keep" not in setup.auto
+    if reused:
+        if process.first and setup.config.cluster.machines is not None:
+            log.warning("cluster.machines is not used: the run resumes with the settings that were chosen when it started")
         setup = setup.with_choice(earlier["stages"], earlier["delay"] if "delay" in setup.auto else setup.plan.method.delay)
     setup = _tuned(setup, process) if setup.auto else setup
-    if kept is not None:
+    if kept is not None or reused:
         with raise_on_all_ranks():
             _require_fits(setup)
     return setup
@@ -218,13 +221,14 @@ def _free_memory(setup: Setup) -> float:
 
 
 def _require_fits(setup: Setup) -> None:
-    """Check that stages fit the limit with what their blocks stored before the run was resumed."""
-    limit = setup.limit
+    """Check that stages fit the limit as they were, and with what their blocks stored, before the run was resumed."""
+    choices, limit = setup.choices, setup.config.trainer.memory_limit or setup.limit
     if limit is not None:
-        choices = setup.choices
-        tuned = Tuned(tuple(choices["stages"]), choices["delay"], (), (), tuple(map(Keep, choices["keep"])))
+        keep = tuple(map(Keep, choices["keep"])) if "keep" in choices else None
+        tuned = Tuned(tuple(choices["stages"]), choices["delay"], (), (), keep)
         worst = max(memory.total for memory in stage_memories(setup, {}, setup.plan.method, tuned)) / 1e9
-        expected = f"at least {worst:.3g} GB for what blocks store in the checkpoint (method.keep)"
+        what = "what blocks store in the checkpoint (method.keep)" if keep else "the stages in the checkpoint (trainer.stages)"
+        expected = f"at least {worst:.3g} GB for {what}"
         require(worst <= limit, "trainer.memory_limit", expected, f"{limit:g} GB")
 
 

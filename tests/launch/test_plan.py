@@ -171,6 +171,26 @@ def test_stages_fit_the_memory_limit_by_the_account() -> None:
 
 
 @pytest.mark.usefixtures("counted_times")
+def test_the_memory_in_a_file_of_machines_limits_the_stages_of_one_process(tmp_path: Path) -> None:
+    file = tmp_path / "machines.yaml"
+    file.write_text("devices: [{memory: 0.001}]")
+    with pytest.raises(PetraError, match=r"trainer\.memory_limit: expected at least .* GB for stage 1, got 0.001 GB"):
+        tune_setup(planned(*TINY, "trainer.stages=auto", f"cluster.machines={file}"), ALONE)
+
+
+@pytest.mark.usefixtures("counted_times")
+def test_a_resumed_run_checks_its_limit_and_says_that_machines_are_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    """Its settings are those of the checkpoint. The file is not read."""
+    settings, two = (*TINY, "trainer.stages=auto"), Process(rank=0, world=2, local_rank=0, local_world=2)
+    chosen = tune_setup(planned(*settings, place=two), ALONE).choices
+    resumed = tune_setup(planned(*settings, "trainer.memory_limit=9", "cluster.machines=none", place=two), two, chosen)
+    assert resumed.choices == chosen
+    assert caplog.messages == ["cluster.machines is not used: the run resumes with the settings that were chosen when it started"]
+    with pytest.raises(PetraError, match=r"trainer\.memory_limit: expected at least .* for the stages in the checkpoint"):
+        tune_setup(planned(*settings, "trainer.memory_limit=0.001", place=two), two, chosen)
+
+
+@pytest.mark.usefixtures("counted_times")
 def test_what_blocks_store_is_chosen_within_the_limit_and_kept_by_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     two = Process(rank=0, world=2, local_rank=0, local_world=2)
     settings = (*TINY, "method.keep=auto", "trainer.stages=auto", "method.delay=1")
