@@ -64,6 +64,9 @@ def find_start(config: Config, process: Process) -> Start:
     start, folder = Start(), Path(str(config.run_dir))
     with raise_on_all_ranks():
         if process.first and config.resume is not None:
+            for name in config.resume_change or ():  # also at the first start: a mistake would show when the run is restarted
+                known = any(key == name or key.startswith(f"{name}.") for key, _ in flat(as_data(config)))
+                require(known, "resume_change", "a list of keys and groups", name)
             path = newest(folder / CHECKPOINTS)
             start = _again(config, folder) if path is None else _resumed(config, path)
     found: Start = all_gather_objects(start)[0]
@@ -132,11 +135,8 @@ def require_same(
         allowed: Keys and groups in which they may differ.
 
     Raises:
-        ConfigError: If they differ in another key that changes what is computed, or if there is no such key or group.
+        ConfigError: If they differ in another key that changes what is computed.
     """
-    for name in allowed:
-        known = any(key == name or key.startswith(f"{name}.") for key, _ in flat(wanted))
-        require(known, "resume_change", "a list of keys and groups", name)
     apart = {"dp"} if found.get("outer", {}).get("every") else set()  # each replica trains on its own samples
     changes = {key: values for key, values in differences(found, wanted).items() if changes_results(key) or key in apart}
     for key, (before, now) in changes.items():

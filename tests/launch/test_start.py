@@ -82,6 +82,7 @@ REFUSED = [
     ("optim=adamw resume_change=[optim,schedule]", r"optim\._target_: expected petra\.training\.optim\.sgd as in .*, got .*adamw"),
     ("data.batch_size=4 resume_change=[data]", r"04: expected data with 4 microbatches in an epoch, as in .*, got 8"),
     ("optim.weights=bf16 trainer.precision=bf16 resume_change=[optim,trainer]", r"^optim\.weights: expected float32 as in "),
+    ("run_dir=new resume_change=[optm]", r"^resume_change: expected a list of keys and groups, got optm$"),
     ("k=4 resume_change=[k]", r"^k: expected 2 as in .*000000004, which the run resumes from \(init_from .*\), got 4"),
 ]
 
