@@ -29,7 +29,7 @@ from ..config.schema import AUTO, Config
 from ..runtime.rank import Process
 from .build import Setup
 from .costs import stage_facts
-from .folder import CHANGES, CHECKPOINTS, CONFIG, METRICS, SUMMARY, UPDATES, as_data, updates_in
+from .folder import CHANGES, CHECKPOINTS, CONFIG, GRADIENTS, METRICS, SUMMARY, UPDATES, as_data, gradients_in, updates_in
 from .page import describe, trained_text, write_report
 from .resume import Start
 from .targets import built
@@ -72,6 +72,8 @@ class Records:
         self.folder = path if resumed else new_run_folder(path)
         for name in {SUMMARY} if start.path is not None else {*REWRITTEN} - {CONFIG}:  # config.yaml is replaced
             (self.folder / name).unlink(missing_ok=True)
+        if (self.folder / GRADIENTS).exists():  # the run may resume without trainer.diagnose
+            JsonLines(self.folder / GRADIENTS, gradients_in(self.folder, start.clock))
         content = as_data(config)
         write_text_atomically(self.folder / CONFIG, OmegaConf.to_yaml(content))
         shared: list[Logger] = []

@@ -59,6 +59,10 @@ def test_a_run_of_one_epoch_leaves_curves_and_a_report(tmp_path: Path, capsys: p
     kept = {name: (folder / name).read_bytes() for name in ("trace.json", "gradients.jsonl")}
     train(folder, "trainer.stages=3", "k=2", *recorded, "resume=auto")  # stopped in the evaluation, it has nothing left to train
     assert {name: (folder / name).read_bytes() for name in kept} == kept
+    with (folder / "gradients.jsonl").open("a") as file:  # of a run that was killed after its checkpoint
+        file.write(kept["gradients.jsonl"].decode().splitlines()[0].replace('"microbatch": ', '"microbatch": 99'))
+    train(folder, "trainer.stages=3", "k=2", "resume=auto")
+    assert (folder / "gradients.jsonl").read_bytes() == kept["gradients.jsonl"]
 
 
 def test_a_run_that_is_not_complete_has_a_report(tmp_path: Path) -> None:
