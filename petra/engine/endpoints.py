@@ -269,9 +269,7 @@ def _value(loss: Loss, output: Streams, targets: Tensor) -> Tensor:
     return value
 
 
-def loss_and_gradients(
-    loss: Loss, output: Streams, targets: Tensor, count: Tensor, *, check: bool = True
-) -> tuple[Tensor, Streams]:
+def loss_and_gradients(loss: Loss, output: Streams, targets: Tensor, count: Tensor, check: bool = True) -> tuple[Tensor, Streams]:
     """Return the loss of one microbatch and its gradients with respect to the output, all detached; 0 if no target counts."""
     output = tuple(t.requires_grad_(t.is_floating_point()) for t in detached(output))
     streams = without_side(output)

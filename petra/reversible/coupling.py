@@ -13,7 +13,7 @@ from petra.errors import ModelError, invalid, require
 from petra.reversible.grid import Grid
 from petra.reversible.replay import autocast_to, derive_seed, forbid_inplace, frozen_statistics, modified, normalisations, seeded
 from petra.specs import Streams
-from petra.torch_private import set_grad_enabled, vector_jacobian_products, version_counter
+from petra.torch_private import is_replica, leaves_of, set_grad_enabled, vector_jacobian_products, version_counter
 
 Pair = tuple[Tensor, Tensor]
 Gradients = dict[nn.Parameter, Tensor]
@@ -79,6 +79,7 @@ class Coupling(ReversibleBlock):
         require(isinstance(f, nn.Module), "f", "a module", type(f).__name__, ModelError)  # its weights would get no gradients
         self.f = f
         self.grid: Grid | None = None
+        self._inspected = False
         self._trained: list[nn.Parameter] | None = None
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
@@ -105,6 +106,11 @@ class Coupling(ReversibleBlock):
             f = self._evaluate(x2, context, seed)
         finally:
             set_grad_enabled(was_enabled)
+        if not (self._inspected or torch.compiler.is_compiling()):
+            others = [[*t.shape] for t in leaves_of(f) if not any(t is own for own in (x2, *parameters))]
+            got = f"one that also reads tensors that require gradients, of shapes {others}"
+            require(not others, "f", "a function of its input and its parameters only", got, ModelError)
+            self._inspected = True
         x1 = y2.detach() - self._rounded(f.detach())
         df = dy2 if dy2.dtype is f.dtype else dy2.to(f.dtype)
         with autocast_to(x2.device.type, None):  # autocast is for forwards only: plain autograd runs its backward outside of it too
@@ -157,8 +163,8 @@ class TwoFunctionCoupling(ReversibleBlock):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("f", "g") and "_halves" in vars(self):
-            self._halves[name == "g"].f = value
+        if name in ("f", "g") and "_halves" in vars(self) and not is_replica(self):
+            self._halves[name == "g"].f, self._halves[name == "g"]._trained = value, None
 
     def forward(self, x1: Tensor, x2: Tensor, *context: Tensor, seed: int | None = None) -> Streams:
         first, second = self._halves

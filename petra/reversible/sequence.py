@@ -8,13 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
 
 from petra.errors import ModelError, require
 from petra.reversible.coupling import Pair, ReversibleBlock, trainable_parameters
 from petra.reversible.replay import NOTHING, autocast_to, derive_seed, forbid_buffer_changes, frozen_statistics, normalisations
 from petra.specs import Streams
-from petra.torch_private import is_replica, is_transformed, leaves_of, module_hooks, storage_key, version_counter, withheld_hooks
+from petra.torch_private import NormBase, is_replica, is_transformed, module_hooks, storage_key, version_counter, withheld_hooks
 
 
 class ReversibleSequence(nn.Module):
@@ -35,8 +34,8 @@ class ReversibleSequence(nn.Module):
 
     Raises:
         ModelError: If a block is not reversible. In a forward pass, if a block changes a buffer that is no running statistic of a
-            normalisation, or reads another tensor that requires a gradient, if a hook replaces a stream, if ``fully_shard`` was
-            applied to a part of a block, or in a replica of ``nn.DataParallel``.
+            normalisation, if a hook replaces a stream, if ``fully_shard`` was applied to a part of a block, or in a replica of
+            ``nn.DataParallel``.
         RuntimeError: In the backward pass, if a parameter, buffer or mode of a block has changed since the forward pass.
     """
 
@@ -70,7 +69,7 @@ class _Step:
     Args:
         last: Whether it is the last block, which saves its output.
         outputs: Output of a block, reconstructed by the backward pass of the block after it. All blocks share it.
-        checked: Whether a forward pass has shown before that the block reads no other tensors and leaves its buffers as they are.
+        checked: Whether a forward pass has shown before that the block leaves its buffers as they are.
     """
 
     def __init__(self, block: ReversibleBlock, index: int, seed: int, last: bool, outputs: list[Streams], checked: bool) -> None:
@@ -124,10 +123,10 @@ class _Step:
 
 def _state(block: nn.Module) -> dict[nn.Module | Tensor, object]:
     """Return what an evaluation of a block depends on: the modes of its modules, and memory and versions of its tensors."""
-    found, norms = dict[nn.Module | Tensor, object](), normalisations(block)
+    found = dict[nn.Module | Tensor, object]()
     for module in block.modules():
         found[module] = module.training
-        unread = module in norms and module.training  # running statistics
+        unread = isinstance(module, NormBase) and module.training  # running statistics
         buffers = () if unread else module._buffers.values()
         for tensor in (*module._parameters.values(), *buffers):
             if tensor is not None:
@@ -147,12 +146,8 @@ class _ReversibleBackprop(torch.autograd.Function):
         ctx.step, device = step, x1.device.type
         ctx.device, ctx.autocast = device, torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         check = NOTHING if step.checked else forbid_buffer_changes(step.block, f"block {step.index}")
-        statistics, first = frozen_statistics(normalisations(step.block)), not step.checked
-        nothing = saved_tensors_hooks(lambda t: t.new_empty(0), lambda t: t)  # the graph of a first pass only shows what is read
-        with statistics, check, autocast_to(device, ctx.autocast), torch.set_grad_enabled(first), nothing:
-            y1, y2 = step.function(x1.detach(), x2.detach(), seed=step.seed)
-        others = [[*t.shape] for t in leaves_of(y1, y2) if not any(t is p for p in step.parameters)]
-        require(not others, f"block {step.index}", "functions of input and parameters alone", f"reads of {others}", ModelError)
+        with frozen_statistics(normalisations(step.block)), check, autocast_to(device, ctx.autocast):
+            y1, y2 = step.function(x1, x2, seed=step.seed)
         y = y1.detach(), y2.detach()  # a coupling returns x2, which autograd would make a view
         if step.last:
             ctx.save_for_backward(*y)

@@ -190,18 +190,36 @@ class Conditioned(nn.Linear):
 
 
 def test_a_function_that_reads_another_tensor_with_a_gradient_is_refused() -> None:
-    """The backward pass would leave it out. An evaluation before the first forward pass in training changes nothing."""
+    """Its gradient would be left out. So it is each time, also after an evaluation."""
     encoder, f, x = nn.Linear(3, 8), Conditioned(8, 8), torch.randn(2, 8)
     f.memory = encoder(torch.ones(2, 3))
     layers = ReversibleSequence([Coupling(f)])
     with torch.no_grad():
         layers(x, x)
-    with pytest.raises(
-        ModelError, match=r"^block 0: expected functions of input and parameters alone, got reads of \[\[8, 3\], \[8\]\]$"
-    ):
-        layers(x, x)
+    for _ in range(2):
+        y1, y2 = layers(x, x)
+        with pytest.raises(ModelError, match=r"^f: expected a function of its input and .*, of shapes \[\[8, 3\], \[8\]\]$"):
+            (y1 + y2).sum().backward()
     f.memory = f.memory.detach()
-    layers(x, x)
+    y1, y2 = layers(x, x)
+    (y1 + y2).sum().backward()
+
+
+class Energy(nn.Linear):
+    """Differentiates in its forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.requires_grad_() if x.is_leaf else x
+            return torch.autograd.grad(super().forward(x).cos().sum(), x, create_graph=True)[0]
+
+
+def test_a_function_may_differentiate() -> None:
+    torch.manual_seed(0)
+    network, plain = pair(lambda: Energy(8, 8))
+    for each in (network, plain):
+        loss(each(data())).backward()
+    torch.testing.assert_close([p.grad for p in network.parameters()], [p.grad for p in plain.parameters()])
 
 
 def test_a_new_function_of_a_block_is_used() -> None:
