@@ -140,6 +140,8 @@ class Pipeline:
             from petra.engine.options.frozen import without_gradients
 
             self.stages = without_gradients(self.stages, plan)
+        if self.replicas is not None:
+            self.replicas.share_weights(self.stages.values())
         transport = open_transport(plan, self.device, group)
         ports = connect(plan.layout.processes[process], self._source, self.loss_port, plan.boundaries, transport)
         with raise_on_all_ranks():

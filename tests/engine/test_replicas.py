@@ -147,10 +147,11 @@ def step(stream: RandomSource, dp: int, *, rate: float, dropout: float = 0.0, mi
 
 def in_two_replicas(rank: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(rank)
-    unseeded = make_pipeline(
-        Model.of("own", nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).double()), RandomSource(batch=8).spec, optimizer=sgd, dp=2,
-        rules=UpdateRules(average=0.5),
-    )  # fmt: skip
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).double()
+    net[1].register_buffer("strided", torch.randn(4, 2)[:, 0])
+    net[1].register_buffer("counts", torch.randint(9, (3,)).to(torch.uint16))
+    rules = UpdateRules(average=0.5)
+    unseeded = make_pipeline(Model.of("own", net), RandomSource(batch=8).spec, optimizer=sgd, dp=2, rules=rules)
     unseeded.train(RandomSource(batch=8), 2)
     with unseeded.averaged():
         own = {f"average {key}": w.clone() for key, w in unseeded.state_dict().items()}

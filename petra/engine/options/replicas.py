@@ -7,7 +7,7 @@ that the schedule is free of deadlock therefore covers them too (docs/data_paral
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import torch
@@ -21,6 +21,7 @@ from petra.engine.options.optimizer_state import Kinds
 from petra.engine.options.outer_step import OuterUpdate
 from petra.engine.options.shares import Parts, parts_of, real_rows
 from petra.engine.options.sums import AllReduces, Packed
+from petra.engine.stage import Stage
 from petra.engine.update import Part, Pending
 from petra.engine.worker import Worker
 from petra.errors import require
@@ -28,7 +29,7 @@ from petra.hooks import Hooks
 from petra.plan import Plan
 from petra.plan.layout import Layout
 from petra.reversible import running_statistics
-from petra.torch_private import default_group_timeout
+from petra.torch_private import default_group_timeout, inner_tensors
 from petra.transport import Transport
 from petra.transport.port import locate_errors
 
@@ -121,16 +122,25 @@ class Replicas:
         """Return the plan by which this process builds its blocks."""
         return plan
 
+    def share_weights(self, stages: Iterable[Stage]) -> None:
+        """Broadcast the first replica's parameters and buffers: modules made without a seed differ between processes."""
+        first = dist.get_global_rank(self._dp_group, 0)
+        for tensor in (t for stage in stages for t in (*stage.module.parameters(), *stage.module.buffers())):
+            for part in inner_tensors(tensor.detach()).values() or [tensor.detach()]:
+                own = part.contiguous().flatten().view(torch.uint8)  # bytes: NCCL and gloo lack some types
+                dist.broadcast(shared := own.clone(), first, self._dp_group)
+                if not torch.equal(own, shared):
+                    part.copy_(shared.view(part.dtype).view(part.shape))
+
     def attach(self, workers: Sequence[Worker], hooks: Hooks, transport: Transport) -> None:
         """All-reduce the gradients of ``workers`` from now on. Gradients become views of buffers, each all-reduced as a whole.
 
-        Replicas begin with the weights of the first one. A module with a method ``join_replicas`` gets the process group of its
+        A module with a method ``join_replicas`` gets the process group of its
         stage's replicas, over which layers may share their batch statistics. All replicas run the same steps in the same order, so
         these collectives also have the same order in every replica.
         """
         self._workers = workers
         for worker in workers:
-            self._share_weights(worker)
             if self.apart:
                 self._join_outer_steps(worker)
                 continue
@@ -145,14 +155,6 @@ class Replicas:
                 from petra.engine.options.sharding import divide_state
 
                 divide_state(worker, self._dp_group)
-
-    def _share_weights(self, worker: Worker) -> None:
-        """Broadcast what may differ where modules were made without a seed."""
-        first = dist.get_global_rank(self._dp_group, 0)
-        for tensor in (*worker.stage.module.parameters(), *worker.stage.module.buffers()):
-            dist.broadcast(tensor.detach(), first, self._dp_group)
-        for part in worker.update.parts:
-            part.resume({})
 
     def synchronize(self) -> None:
         """Combine the states of all replicas of a drained pipeline into one that can be resumed with any number of replicas.
