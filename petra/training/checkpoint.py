@@ -30,6 +30,7 @@ from petra.errors import DataError, invalid, is_integer, require
 from petra.pipeline import Pipeline
 from petra.training.records import PART, replaced
 from petra.training.state import belongs_to, load_state, state_of
+from petra.training.unsaved import require_ended
 from petra.training.weight_files import TENSORS, State, read_tensors
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ class Checkpoints:
         if not self.keep:
             return
         self.wait()
+        with raise_on_all_ranks(self._group):
+            require_ended(pipeline)
         state, name = state_of(pipeline), f"{pipeline.microbatches_done:09}"
         score = score if score is not None and isfinite(score) else None
         content = {**self.facts, **facts, "clock": pipeline.microbatches_done, "score": score}

@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from petra.engine.checks import left_by
 from petra.engine.options.between_calls import notice_changes, renew
 from petra.engine.options.optimizer_state import Kinds
 from petra.engine.options.outer_step import MEAN, MOMENTUM
 from petra.engine.options.state import code_of, kinds_of, load_kinds, numbers_of
 from petra.errors import DataError, invalid, require
 from petra.pipeline import Pipeline
-from petra.training.unsaved import notice_unsaved, require_ended
+from petra.training.unsaved import notice_unsaved
 from petra.training.weight_files import State, load_into, read_tensors
 
 SHARED = tuple(kind.removeprefix("method") for kind in (MEAN, MOMENTUM))
@@ -38,7 +39,6 @@ def state_of(pipeline: Pipeline, *, every_replica: bool = False) -> State:
     their accumulated gradients are complete only if replicas may be lost. Replicas that train apart each return their own state,
     whose parts have names such as ``optimizer@1``, with the index of the replica, except for the first one.
     """
-    require_ended(pipeline)
     notice_changes(pipeline.left, pipeline.noticed, modes=False)
     state: State = {}
     whole = pipeline.replicas is None or pipeline.replicas.first or every_replica
@@ -102,7 +102,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
         require(done == clock // pipeline.plan.k, source, expected, f"{done:.0f}", DataError)
         own = worker.update.optimizer
         same = own is None or numbers.get("optimizer", code_of(own)) == code_of(own)
-        require(same, source, f"the state of {type(own).__name__}", "that of another optimizer", DataError)
+        require(same, source, f"the optimizer state of {type(own).__name__}", "that of another class", DataError)
         try:
             load_kinds(worker, kinds if pipeline.replicas is None else pipeline.replicas.own(kinds), numbers, clock)
         except KeyError as error:
@@ -111,6 +111,7 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
             pipeline.replicas.restored(worker)
     pipeline.microbatches_done = clock
     renew(pipeline.left, "gradients")
+    pipeline.left = pipeline.left or left_by(pipeline.workers.values())  # also after a call that has failed
 
 
 def network(folder: Path, *, averaged: bool = False) -> State:

@@ -102,9 +102,11 @@ class Trainer:
         if epochs > len(self.history):
             require_an_update(self.pipeline.plan.k, epochs * self.microbatches, self.pipeline.recipe.extensions)
         done, known = self.pipeline.microbatches_done, len(self.history) * self.microbatches
-        expected = f"one after {known} microbatches (another trainer's: load_state_dict() in a new one)"
+        expected = (
+            f"{known} microbatches done, as in this trainer's history (for trained weights, load_state_dict() into a new one)"
+        )
         fits = done == known or (self._sums and known < done <= known + self.microbatches)
-        require(bool(fits), "pipeline", expected, f"one after {done}")
+        require(bool(fits), "pipeline", expected, done)
         while len(self.history) < epochs:
             try:
                 self._run_epoch(len(self.history) + 1)

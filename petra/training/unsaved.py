@@ -30,8 +30,8 @@ def require_ended(pipeline: Pipeline) -> None:
         PetraError: If it is.
     """
     ended = bool(pipeline.left) or not pipeline.workers
-    got = f"one that has failed after microbatch {pipeline.microbatches_done}"
-    require(ended, "pipeline", "one whose last call of train has ended, to save it", got, PetraError)
+    got = f"one whose train() failed after microbatch {pipeline.microbatches_done}"
+    require(ended, "pipeline", "one whose last train() has returned, or a restored one", got, PetraError)
 
 
 def notice_unsaved(worker: Worker, kinds: Kinds) -> None:

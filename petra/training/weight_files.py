@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from petra.distributed import message_group
+from petra.distributed import message_group, raise_on_all_ranks
 from petra.errors import ConfigError, DataError, ModelError, first_line, invalid, require
 from petra.pipeline import Pipeline
 from petra.training.records import replaced, writing
@@ -70,9 +70,11 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
     Raises:
         ConfigError: If there is no format with this suffix, or safetensors is not installed.
         DataError: If the file cannot be written.
+        PetraError: If the last call of ``train`` has failed.
     """
     check_format(path.suffix)
-    require_ended(pipeline)
+    with raise_on_all_ranks():
+        require_ended(pipeline)
     state = {f"{name}.{key}": value.contiguous() for name, block in gathered_blocks(pipeline) for key, value in block.items()}
     if pipeline.rank != 0:
         return

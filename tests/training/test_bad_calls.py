@@ -23,7 +23,7 @@ from petra.reversible import Coupling
 from petra.training import Checkpoints, MultiStep, Trainer, export, load, newest, restore
 from petra.training.loggers import WandbLogger
 from petra.training.state import load_state, state_of
-from tests.support.nets import RandomSource, hook, make_pipeline, mixed, mixed_net, sgd
+from tests.support.nets import RandomSource, assert_equal, hook, make_pipeline, mixed, mixed_net, sgd
 
 
 def build(seed: int = 0, k: int = 1) -> Pipeline:
@@ -61,6 +61,16 @@ def failed() -> Pipeline:
     with pytest.raises(KeyboardInterrupt):
         pipeline.train(Failing(), 2)
     return pipeline
+
+
+def test_a_restored_pipeline_is_saved_again(tmp_path: Path) -> None:
+    (good := build(k=2)).train(Failing(), 2)
+    Checkpoints(tmp_path).save(good, {})
+    pipeline, found = failed(), newest(tmp_path)
+    assert found is not None
+    restore(pipeline, found)
+    Checkpoints(tmp_path / "again").save(pipeline, {})
+    assert_equal(pipeline.state_dict(), good.state_dict())
 
 
 def after_others() -> Trainer:
@@ -146,12 +156,15 @@ def test_an_evaluation_without_targets_or_a_finite_loss_is_a_warning(
         ),
         (lambda path: trainer(k=5, limit=2).fit(2), "k: expected at most the 4 microbatches of the run, .*, got 5"),
         *(
-            (lambda path, save=save: save(failed(), path), "pipeline: expected one whose last .* train has ended, .* microbatch 2$")
+            (
+                lambda path, save=save: save(failed(), path),
+                r"pipeline: expected one whose last train\(\) has returned, .* failed after microbatch 2$",
+            )
             for save in (lambda p, path: Checkpoints(path).save(p, {}), lambda p, path: export(p, path / "w.pt"))
         ),
         (
             lambda path: after_others().fit(1),
-            r"pipeline: expected one after 0 microbatches \(another trainer's: .*, got one after 2",
+            r"pipeline: expected 0 microbatches done, as in this trainer's history .*, got 2",
         ),
         (lambda path: trainer(limit=0), "limit: expected None or an integer >= 1, got 0"),
         (lambda path: trainer().fit(-1), "epochs: expected an integer >= 0, got -1"),
@@ -168,9 +181,11 @@ def test_a_state_for_another_k_or_optimizer_is_refused() -> None:
     trained = mixed(k=2)
     trained.train(RandomSource(), 4)
     adam = mixed(k=2, optimizer=lambda module: torch.optim.Adam(module.parameters()))
-    other = "that of another optimizer"
-    cases = {mixed(k=3): "1 updates after 4 microbatches, with k=3, got 2", adam: f"the state of Adam, got {other}"}
-    cases[mixed(k=2, optimizer=lambda module: torch.optim.RMSprop(module.parameters()))] = f"the state of RMSprop, got {other}"
+    other = "that of another class"
+    cases = {mixed(k=3): "1 updates after 4 microbatches, with k=3, got 2", adam: f"the optimizer state of Adam, got {other}"}
+    cases[mixed(k=2, optimizer=lambda module: torch.optim.RMSprop(module.parameters()))] = (
+        f"the optimizer state of RMSprop, got {other}"
+    )
     for pipeline, message in cases.items():
         with pytest.raises(PetraError, match=f"saved: expected {message}"):
             load_state(pipeline, state_of(trained), 4, "saved")
