@@ -138,4 +138,6 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *(g * scale for g in ctx.gradients))
+        gradients, ctx.gradients = ctx.gradients, None
+        require(gradients is not None, "loss", "one backward pass (its gradients are scaled in place)", "another one", ModelError)
+        return (None, None, None, *(g.mul_(scale) for g in gradients))
