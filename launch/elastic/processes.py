@@ -165,7 +165,7 @@ def run_replicas(processes: int, replicas: int, name: str, arguments: Sequence[s
     command = [sys.executable, "-m", "petra", name, *arguments]
 
     def start(variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        # In sessions of their own: a terminal would send Ctrl-C to them, too, and the second signal ends a process at once.
+        # In sessions of their own, so that a terminal does not also send them Ctrl-C: a second one ends a process at once.
         return subprocess.Popen(command, env={"OMP_NUM_THREADS": "1", **os.environ, **variables}, start_new_session=True)
 
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until it is forwarded

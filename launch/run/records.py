@@ -176,7 +176,7 @@ def exclusive_folder(config: Config, process: Process, swept: Sequence[str] = ()
                 path = default_folder(config, swept) if config.run_dir is None else Path(config.run_dir)
                 folder = RunFolder(path, [path, *missing] if config.run_dir is None else missing)
                 if not stack.enter_context(locked(path)):
-                    refused = "so a second job with this run_dir is not refused"
+                    refused = "so a second job in this folder is not refused"
                     print(f"warning: the file system of {path} has no locks, {refused}", file=sys.stderr, flush=True)
                 stack.enter_context(folder.undone_on_error())
         yield folder

@@ -183,7 +183,7 @@ class ElasticTrainer(Trainer):
     """Trainer whose processes agree at the end of each phase whether to continue with the same replicas."""
 
     def fit(self, epochs: int) -> list[Row]:
-        """Train. First write the last checkpoint again if the loss of a replica has interrupted it: no later one would follow."""
+        """Train. If the loss of a replica interrupted the last checkpoint, write it again first: no later save would replace it."""
         if self.history and len(self.history) >= epochs:
             saved = self.checkpoints.folder / f"{self.pipeline.microbatches_done:09}"
             with self.phase("saved again"):

@@ -36,7 +36,7 @@ class Recipe:
         metrics: Metrics by name: sums over targets, or confusion matrices. By default ``accuracy``, the correct predictions.
         seed: Seed of the weights and of the random numbers that blocks draw.
         rules: Clipping, moving averages and loss scale of the updates.
-        extensions: What else acts in a run, in their order, such as remedies for stale gradients (:mod:`petra.staleness`).
+        extensions: What else acts in a run, in this order, such as remedies for stale gradients (:mod:`petra.staleness`).
 
     Raises:
         ConfigError: If a value has another type.
@@ -65,7 +65,7 @@ class Recipe:
         ):
             require(fits, name, expected, repr(getattr(self, name)))
         object.__setattr__(self, "metrics", dict(metrics))  # the caller may change its own
-        object.__setattr__(self, "extensions", tuple(sorted(self.extensions, key=lambda each: hasattr(each, "derives"))))
+        object.__setattr__(self, "extensions", tuple(sorted(self.extensions, key=lambda each: getattr(each, "derives", False))))
 
     @property
     def losses(self) -> Losses:

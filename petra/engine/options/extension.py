@@ -21,9 +21,9 @@ from petra.update_rules import UpdateRules
 class Extension:
     """Base class of extensions, frozen dataclasses of their settings. Every method leaves a run as it is by default.
 
-    A run has a list of extensions, which are attached in its order; those with an attribute ``derives``, which derive weights from
-    what others have changed, come last. Remedies for stale gradients (:mod:`petra.staleness`) are extensions that depend on a
-    stage's staleness s = τ / k (:attr:`petra.plan.StagePlan.staleness`).
+    Extensions are attached in the order of a run's list, except that those with ``derives = True``, which compute weights from what
+    others have changed, come last. Remedies for stale gradients (:mod:`petra.staleness`) are extensions that depend on a stage's
+    staleness s = τ / k (:attr:`petra.plan.StagePlan.staleness`).
     """
 
     def check(self, method: Method, rules: UpdateRules, rate: LearningRate | None) -> None:
