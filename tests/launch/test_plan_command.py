@@ -25,9 +25,16 @@ SMALL = ["model=revnet18", "model.width=0.0625", "data=synthetic", "data.batch_s
 GRAPHS = (Keep.GRAPH,) * 10
 FREE = float("inf")
 PRINTED = [
-    ("experiment=petra/images", METHODS["petra"], (1,) * 10, None, FREE, "method=petra method.delay=2"),
+    ("experiment=petra/images method.delay=1", METHODS["petra"], (1,) * 10, None, FREE, "method=petra method.delay=2"),
     ("experiment=petra/images", METHODS["1f1b"], (1,) * 10, None, FREE, "method=1f1b"),
-    ("experiment=petra/images", METHODS["backprop"], (10,), None, FREE, "method=backprop trainer.stages=[10] method.delay=0"),
+    (
+        "experiment=petra/images method.delay=1",
+        METHODS["backprop"],
+        (10,),
+        None,
+        FREE,
+        "method=backprop trainer.stages=[10] method.delay=0",
+    ),
     ("experiment=text_short", METHODS["petra"], (1,) * 8, None, FREE, "method=petra trainer.stages=null"),
     (
         "experiment=lm_parity",
