@@ -94,9 +94,10 @@ class Checkpoints:
         if not self.keep:
             return
         self.wait()
-        with raise_on_all_ranks(self._group):
+        name = f"{pipeline.microbatches_done:09}"
+        with raise_on_all_ranks(self._group, f"Checkpoints.save({name})"):
             require_ended(pipeline)
-        state, name = state_of(pipeline), f"{pipeline.microbatches_done:09}"
+        state = state_of(pipeline)
         score = score if score is not None and isfinite(score) else None
         content = {**self.facts, **facts, "clock": pipeline.microbatches_done, "score": score}
         if self._thread is None:
@@ -131,7 +132,7 @@ class Checkpoints:
 
     def _write_files(self, state: State, name: str, facts: Mapping[str, Any]) -> None:
         draft = self.folder / f"{name}{PART}"
-        with raise_on_all_ranks(self._group, f"Checkpoints.save({name})"), self._named_errors(name):
+        with raise_on_all_ranks(self._group), self._named_errors(name):
             if self._rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for leftover in self.folder.glob(f"*{PART}"):  # of interrupted saves

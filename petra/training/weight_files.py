@@ -73,7 +73,7 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
         PetraError: If the last call of ``train`` has failed.
     """
     check_format(path.suffix)
-    with raise_on_all_ranks():
+    with raise_on_all_ranks(call=f"export({path.name})"):
         require_ended(pipeline)
     state = {f"{name}.{key}": value.contiguous() for name, block in gathered_blocks(pipeline) for key, value in block.items()}
     if pipeline.rank != 0:
