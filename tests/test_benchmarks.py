@@ -194,6 +194,15 @@ def test_tables_are_those_of_the_records(benchmark: Any, page: str) -> None:
     assert all(row in text for row in benchmark.table(records).split("\n\n")[0].splitlines())
 
 
+def test_cosines_of_images_are_those_of_the_record() -> None:
+    found = json.loads((RECORDS / "image_cosines.json").read_text())["means by epoch, of stages 1 to 10"]
+    training, delayed = found["cosine_end_to_end"], found["cosine_delayed_end_to_end"]
+    for second in (training[1], delayed[1]):
+        assert f"{min(second):.2f} to {max(second):.2f} in the" in evidence("images")
+    assert sorted(range(10), key=training[1].__getitem__)[:3] == [1, 0, 2], "the first three stages"
+    assert min(map(min, training[2:])) >= 0.99
+
+
 def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     """The page has the table that the records give. Interval of the differences 1, 2 and 3: 2 ± 4.303 · 1 / √3 (Student's t)."""
     records = figures.read_all(RECORDS / "staleness.jsonl")
