@@ -342,10 +342,8 @@ def candidates(
 
 def _waits(setup: Setup, link: Link, tuned: Tuned, period: float) -> list[float]:
     """Return the seconds that an update of each stage waits for sums over replicas, given the period without them."""
-    outer, update, config = setup.outer, setup.plan.k * period, setup.config
-    return [
-        seconds_per_update(size, config.dp, link, outer, update, config.optim.rules.shard) for size in _parameters(setup, tuned)
-    ]
+    dp, shard, update = setup.config.dp, setup.config.optim.rules.shard, setup.plan.k * period
+    return [seconds_per_update(size, dp, link, setup.outer, update, shard) for size in _parameters(setup, tuned)]
 
 
 def _parameters(setup: Setup, tuned: Tuned) -> list[int]:
@@ -360,10 +358,8 @@ def _shown_sums(setup: Setup, row: Candidate, link: Link | None) -> str:
     when = f"at every {outer.every} updates, which may take {outer.overlap} updates" if outer.every else "at every update"
     counted = "" if link is not None else "; not counted, since the file of machines has no link"
     shard = setup.config.optim.rules.shard
-    megabytes, what = (
-        plain(sum_bytes(size, dp, outer, shard) / 1e6),
-        "sums over replicas and new weights" if shard else "a sum over replicas",
-    )
+    megabytes = plain(sum_bytes(size, dp, outer, shard) / 1e6)
+    what = "sums over replicas and new weights" if shard else "a sum over replicas"
     return f"replicas: with {row.method.name}, a stage sends up to {megabytes} MB for {what}, {when}{counted}"
 
 

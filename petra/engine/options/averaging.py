@@ -16,9 +16,7 @@ from petra.torch_private import foreach_lerp_
 def averaged(updates: Iterable[Update]) -> Iterator[None]:
     """Replace the parameters of stages by their moving averages inside the ``with`` block. The pipeline must be drained."""
     parts = [part for update in updates if (part := update.part(WeightAverage)) is not None]
-    averages = [
-        part for part in parts if not part.swapped
-    ]  # others are swapped already: evaluate() inside averaged() enters it again
+    averages = [part for part in parts if not part.swapped]  # evaluate() inside averaged() enters it again
     for average in averages:
         average.swap()
     try:
