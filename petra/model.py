@@ -131,7 +131,7 @@ class Model:
         """
         what, kind = f"blocks of model {name}", type(blocks).__name__
         if isinstance(blocks, nn.Sequential):
-            plain = type(blocks).forward in (nn.Sequential.forward, Chain.forward) and not module_hooks(blocks)
+            plain = getattr(blocks.forward, "__func__", None) in (nn.Sequential.forward, Chain.forward) and not module_hooks(blocks)
             require(plain, what, "an nn.Sequential without a forward or hooks of its own (or modules by name)", kind, ModelError)
             modules = {str(i): module for i, module in enumerate(blocks)}
         else:

@@ -232,9 +232,16 @@ def hooked() -> nn.Sequential:
     return net
 
 
+def replaced() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(6, 3))
+    net.forward = lambda x: 3 * net[0](x)  # type: ignore[method-assign]
+    return net
+
+
 test_a_sequential_that_does_more_than_its_modules_is_refused = refuses(
     lambda net: Model.of("m", net),
     (Scaled(nn.Linear(6, 3)), "blocks of model m: expected an nn.Sequential without a forward or hooks of its own .*, got Scaled"),
+    (replaced(), "an nn.Sequential without a forward or hooks of its own"),
     (hooked(), "an nn.Sequential without a forward or hooks of its own"),
     kind=ModelError,
 )
