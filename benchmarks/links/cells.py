@@ -93,6 +93,7 @@ FULL = tuple(
 FORMATS = (
     *(LinkCell("dsp", 8, "muon", x=name, delta=name) for name in ("bf16", "int8", "int8_token", "float8_token")),
     LinkCell("dsp", 8, "muon", x="int4_token", delta="int8_token"),
+    LinkCell("dsp", 32, "muon", x="int8", delta="int8"),
 )
 """Formats of x and δ that are screened, with one layer per stage, so that PETRA without x̃ is ``dsp``."""
 RETURNED = (LinkCell("petra", 8, "muon", x="int8_token", delta="int8_token"),)
