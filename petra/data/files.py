@@ -59,8 +59,8 @@ def reading(path: Path, help: str = "", what: str = "") -> Iterator[None]:
     Raises:
         DataError: If it can't be read, or is a pipe or a device, which may wait or never end.
     """
-    require(path.is_file() or path.is_dir() or not path.exists(), str(path), "a file", "a pipe or a device", DataError)
     try:
+        require(path.is_file() or path.is_dir() or not path.exists(), str(path), "a file", "a pipe or a device", DataError)
         yield
     except PetraError:
         raise

@@ -62,6 +62,7 @@ class Prefetcher(Generic[Result]):
         try:
             if m != self._next:
                 self._results = self._started(m)
+            self._next = -1  # after an error the workers restart, as the loader may have moved on
             result = next(self._results)
         except (OSError, RuntimeError) as error:
             reason = first_line(error)
@@ -124,7 +125,10 @@ def _exit_with(parent: int) -> None:
 
 
 class _Numbered(Dataset[Result | str]):
-    """Data set for ``DataLoader``. Returns the text of a DataError, because the loader would add a traceback to an exception."""
+    """Data set for ``DataLoader``.
+
+    Returns the text of an error that says what can't be read, because the loader would add a traceback to an exception.
+    """
 
     def __init__(self, function: Callable[[int], Result]) -> None:
         self.function = function
@@ -134,6 +138,10 @@ class _Numbered(Dataset[Result | str]):
             result = self.function(m)
         except DataError as error:
             return str(error)
+        except OSError as error:
+            if error.filename is None or error.errno == errno.EMFILE:  # of the workers, not of a file
+                raise
+            return f"{error.filename}: can't be read ({error.strerror})"
         try:
             # The loader would do this in a thread of the worker, where an error would leave the run waiting for the result.
             for part in result if isinstance(result, tuple) else (result,):

@@ -147,7 +147,9 @@ class TrainSource(_Source):
         @lru_cache(maxsize=2)  # the first stage may read the next epoch while the last stage still reads the current one
         def order(epoch: int) -> Tensor:
             generator = torch.Generator().manual_seed(derive_seed(seed, _ORDER, epoch))
-            return torch.randperm(split.count, generator=generator) if split.order is None else split.order(generator)
+            found = torch.randperm(split.count, generator=generator) if split.order is None else split.order(generator)
+            require(len(found) == split.count, "order", f"{split.count} indices, as the split has samples", len(found))
+            return found
 
         def request(m: int) -> tuple[Tensor, int | None]:
             epoch, position = divmod(m, batches)

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +25,8 @@ from petra.data.files import folder_of, json_form, read, reading, require_distin
 from petra.errors import DataError, Positive, alternatives, invalid, require
 from petra.reversible import derive_seed
 from petra.specs import IGNORED
+
+log = logging.getLogger(__name__)
 
 TEXT_HELP = "set data.root to a text file"
 HELP = "write token files with petra tokenize, and set data.root to their folder"
@@ -49,12 +51,14 @@ class TokenFile:
         dtype: Type of the tokens: uint16 or uint32.
         count: Number of tokens.
         classes: Number of different tokens.
+        contents: The :func:`sampled_hash` that the file must have on each machine, or nothing.
     """
 
     path: Path
     dtype: np.dtype[Any]
     count: int
     classes: int
+    contents: str = ""
 
     def __len__(self) -> int:
         return self.count
@@ -83,6 +87,8 @@ class TokenFile:
     @cached_property
     def _map(self) -> NDArray[Any]:
         with reading(self.path, "every machine that runs a first or a last stage needs it"):
+            same = self.contents in ("", sampled_hash(self.path))
+            require(same, str(self.path), "the contents that the file has on the first machine", "others", DataError)
             return np.memmap(self.path, self.dtype, "r", HEADER_BYTES, (self.count,))
 
 
@@ -220,6 +226,8 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
         files[part] = [open_tokens(path, classes) for path in _files_of(folder, part)]
         longest, name = max(map(len, files[part]), default=0), str(folder / f"*{part}*.bin")
         require(longest >= least, name, f"files with at least {least} tokens", longest or "none", DataError)
+        if short := [file for file in files[part] if len(file) < least]:
+            log.warning("%s: left out %d files of less than %d tokens, such as %s", folder, len(short), least, short[0].path.name)
     every, hashes = [file for found in files.values() for file in found], corpus.get("files", {})
     kinds = {str(file.dtype) for file in every}
     require(len(kinds) == 1, str(folder), "files of tokens of one type", " and ".join(sorted(kinds)), DataError)
@@ -227,6 +235,8 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
     for found, path in distinct.items():
         fits = not hashes or hashes.get(path.name) == found
         require(fits, str(path), f"the contents whose hash is in {CORPUS}", "others, or a file that it does not name", DataError)
+    hash_of = {path: found for found, path in distinct.items()}
+    files = {part: [replace(file, contents=hash_of[file.path]) for file in found] for part, found in files.items()}
     train, test = _windows(files["train"], size, True), _windows(files[split], size, False)
     known = corpus.get("classes", classes)
     require(classes == known, "data.classes", f"{known}, the tokens of {folder / CORPUS}", classes)
@@ -240,13 +250,17 @@ def tokens(root: str | Path | None = None, size: int = 256, classes: int = 256, 
 def _files_of(folder: Path, part: str) -> list[Path]:
     """Return the token files of a part, by name. No name may contain two. Log a warning if numbers are missing."""
     found = [path for path in sorted(folder.glob(f"*{part}*.bin")) if part in re.split("[^a-zA-Z]", path.name)]
+    similar = [p for p in sorted(folder.iterdir()) if part in p.name.lower() and p.suffix.lower() == ".bin"]
+    if unnamed := [p.name for p in similar if p not in found]:
+        text = "%s: left out %d files without the word %s in their names, such as %s"
+        log.warning(text, folder, len(unnamed), part, unnamed[0])
     for path in found:
         other = next((other for other in PARTS if other in path.name and other != part), None)
         require(other is None, str(path), f'a name with "{part}" or "{other}", not with both', path.name, DataError)
     numbers = sorted(int(match[1]) for path in found if (match := re.search(r"(\d+)\.bin$", path.name)))
     for a, b in pairwise(numbers):
         if b > a + 1:
-            logging.getLogger(__name__).warning("%s: no file of %s has a number from %d to %d", folder, part, a + 1, b - 1)
+            log.warning("%s: no file of %s has a number from %d to %d", folder, part, a + 1, b - 1)
     return found
 
 

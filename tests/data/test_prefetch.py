@@ -42,6 +42,26 @@ def test_numbers_come_in_order_from_other_processes(tmp_path: Path) -> None:
         assert process != os.getpid()
 
 
+def test_a_number_that_failed_once_is_prepared_again(tmp_path: Path) -> None:
+    """And a file that can't be read is named, as without workers."""
+
+    def flaky(m: int) -> torch.Tensor:
+        if m in (2, 5) and not (tmp_path / str(m)).exists():
+            (tmp_path / str(m)).touch()
+            raise OSError(116, "Stale file handle", "/data/5.png") if m == 5 else ValueError("flaky")
+        return torch.tensor(m)
+
+    prefetch, found = Prefetcher(flaky, workers=1), []
+    for m in (0, 1, 2, 2, 3, 4, 5, 5, 6):
+        try:
+            found.append(prefetch(m).item())
+        except ValueError as error:
+            found.append("flaky" in str(error))
+        except DataError as error:
+            found.append(str(error))
+    assert found == [0, 1, True, 2, 3, 4, "/data/5.png: can't be read (Stale file handle)", 5, 6]
+
+
 def eventually(condition: Callable[[], bool]) -> bool:
     """Return whether a condition becomes true within a minute."""
     deadline = time.monotonic() + 60

@@ -1,6 +1,7 @@
 """Files of tokens: windows against slices of NumPy arrays. Damaged files: test_bad_inputs.py."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,24 @@ def test_the_corpus_has_facts_of_each_part(arrays: list[np.ndarray], folder: Pat
         assert data.bytes_per_target == ratio
     refused(rf"data\.classes: expected {CLASSES}, the tokens of .*corpus\.json, got 99", folder, classes=99)
     refused(r"data\.split: expected val or test, got train", folder, split="train")
+
+
+def test_files_that_are_left_out_are_named(arrays: list[np.ndarray], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_llmc(folder / "Training_4.BIN", arrays[0])
+    load(folder)
+    assert caplog.messages == [
+        f"{folder}: left out 1 files without the word train in their names, such as Training_4.BIN",
+        f"{folder}: left out 1 files of less than 6 tokens, such as text_train_000001.bin",
+    ]
+
+
+def test_another_machine_has_the_same_files(arrays: list[np.ndarray], folder: Path) -> None:
+    """The first stage sends the paths to the last one."""
+    sent = pickle.dumps(load(folder).part(targets=True))
+    assert len(pickle.loads(sent).train.targets(torch.arange(3), None)) == 3 * SIZE
+    write_llmc(folder / "text_train_000000.bin", arrays[0][::-1])
+    with pytest.raises(PetraError, match=r"text_train_000000\.bin: expected the contents that the file has on the first machine"):
+        pickle.loads(sent).train.targets(torch.arange(3), None)
 
 
 def test_windows_of_an_epoch_have_different_shifts(tmp_path: Path) -> None:
