@@ -58,8 +58,8 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if status.exists():
-        return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    if status.exists() and (peak := status.read_text().partition("VmHWM:")[2]):  # some containers leave it out
+        return 1024 * int(peak.split()[0])
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -7,19 +7,22 @@ its final name. An interruption at any point leaves earlier checkpoints intact.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import lru_cache
 from math import isfinite
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,8 @@ log = logging.getLogger(__name__)
 
 FACTS, MANIFEST = "facts.json", "manifest.json"
 NO_FACTS: Mapping[str, Any] = {}
+OWN = ("clock", "score")
+"""Facts that each checkpoint has."""
 
 
 class Checkpoints:
@@ -68,6 +73,7 @@ class Checkpoints:
     ) -> None:
         require(is_integer(keep) and keep >= 0, "checkpoint.keep", "an integer >= 0", keep)
         require(every is None or (is_integer(every) and every >= 1), "checkpoint.every", "None or an integer >= 1", every)
+        _require_other(facts, OWN)
         self.folder, self.keep, self.every, self.facts = folder, keep, every, facts
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if distributed else 0
@@ -76,6 +82,8 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if separate else None
         self._thread = ThreadPoolExecutor(1, "checkpoint") if background else None
         self._pending: Future[None] | None = None
+        if background:
+            atexit.register(_tell_failed, ref(self))
 
     def next_after(self, clock: int) -> int | None:
         """Return the number of microbatches after which a trainer drains and saves next within an epoch, or None."""
@@ -99,6 +107,7 @@ class Checkpoints:
             require_ended(pipeline)
         state = state_of(pipeline)
         score = score if score is not None and isfinite(score) else None
+        _require_other(facts, {*OWN, *self.facts})
         content = {**self.facts, **facts, "clock": pipeline.microbatches_done, "score": score}
         if self._thread is None:
             self._write(state, name, content)
@@ -147,8 +156,11 @@ class Checkpoints:
                 write_synced(draft / FACTS, facts)
                 write_synced(draft / MANIFEST, {"files": {path.name: checksum(path) for path in sorted(draft.iterdir())}})
                 _sync_folder(draft)
-                self._remove(self.folder / name)  # exists if the run resumed from an earlier checkpoint
+                self._remove(earlier := self.folder / f"0{name}")
+                if (self.folder / name).exists():  # the run resumed from an earlier checkpoint
+                    (self.folder / name).rename(earlier)  # which remains one until the new one is there
                 draft.rename(self.folder / name)
+                self._remove(earlier)
                 _sync_folder(self.folder)
                 best = best_of(self.folder)
                 ours = [path for path in checkpoints(self.folder) if int(path.name) <= int(name)]  # newer ones are damaged
@@ -176,6 +188,15 @@ class Checkpoints:
                 else "there is no earlier one"
             )
             raise DataError(f"checkpoint {self.folder / name}: cannot be written ({reason}); {earlier}") from error
+
+
+def _tell_failed(writer: ref[Checkpoints]) -> None:
+    """Log the error of a last save in the background, which no later call has raised."""
+    if (found := writer()) is not None and found.failed:
+        try:
+            found.wait()
+        except Exception as error:
+            log.error("%s", error)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -221,6 +242,16 @@ def verify(path: Path) -> None:
         DataError: If the checkpoint is incomplete or damaged. The message names the file.
     """
     try:
+        found = tuple((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(path.iterdir()))
+        _verify(path, found)
+    except OSError as error:
+        raise DataError(f"checkpoint {path}: incomplete, {error.filename} cannot be read ({error.strerror})") from error
+
+
+@lru_cache(maxsize=64)
+def _verify(path: Path, state: tuple[tuple[str, int, int], ...]) -> None:
+    """As :func:`verify`, once for each ``state`` of the files: their names, times and sizes."""
+    try:
         files = _read_object(path / MANIFEST)["files"]
         for name, expected in files.items():
             found = checksum(path / name)
@@ -229,8 +260,6 @@ def verify(path: Path) -> None:
         for name in (FACTS, *(tensors.name for tensors in path.glob(f"*{TENSORS}"))):
             if name not in files:
                 raise DataError(f"checkpoint {path}: damaged, {MANIFEST} does not list {name}")
-    except OSError as error:
-        raise DataError(f"checkpoint {path}: incomplete, {error.filename} cannot be read ({error.strerror})") from error
     except (KeyError, AttributeError) as error:
         raise DataError(f"checkpoint {path}: damaged, {MANIFEST} lists no files") from error
     facts_of(path)
@@ -258,13 +287,35 @@ def restore(pipeline: Pipeline, path: Path) -> dict[str, Any]:
     """Load a checkpoint into this process's part of a pipeline, and return its facts.
 
     Raises:
-        DataError: If the checkpoint cannot be read or belongs to another network.
+        DataError: If the checkpoint is damaged or belongs to another network.
     """
     facts = facts_of(path)
+    verify(path)
     own = {name for name, _ in pipeline.blocks()}
     replica = pipeline.replica if pipeline.replicas is not None and pipeline.replicas.apart else -1  # of none: all have one state
     load_state(pipeline, read_tensors(path, lambda key: belongs_to(key, own, replica)), facts["clock"], str(path))
     return facts
+
+
+def network(folder: Path, *, averaged: bool = False) -> State:
+    """Return the whole network in a checkpoint, under the keys of an exported file.
+
+    Args:
+        folder: Folder of the checkpoint.
+        averaged: Return moving averages in place of the weights.
+
+    Raises:
+        DataError: If the checkpoint is damaged, or averages are asked for and there are none.
+    """
+    verify(folder)
+    wanted = ("model", "average") if averaged else ("model",)
+    found: dict[str, State] = {part: {} for part in wanted}
+    for key, value in read_tensors(folder, lambda key: key.split("/")[1] in wanted).items():
+        block, part, name = key.split("/", 2)
+        found[part][f"{block}.{name}"] = value
+    if averaged and not found["average"]:
+        raise invalid(str(folder), "a checkpoint with a moving average (optim.average)", "none", DataError)
+    return found["model"] | found.get("average", {})
 
 
 def checksum(path: Path) -> dict[str, int | str]:
@@ -277,6 +328,11 @@ def write_synced(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file of a checkpoint, and wait until it is on disk."""
     with replaced(path) as file:
         file.write((json.dumps(content, indent=1) + "\n").encode())
+
+
+def _require_other(facts: Mapping[str, Any], names: Collection[str]) -> None:
+    own = sorted({*names}.intersection(facts))
+    require(not own, "facts", f"names other than {', '.join(sorted(names))}", ", ".join(own))
 
 
 def _read_object(path: Path) -> dict[str, Any]:

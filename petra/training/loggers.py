@@ -12,12 +12,14 @@ from secrets import token_hex
 from typing import Any
 
 from petra.errors import ConfigError
-from petra.training.records import finite, write_text_atomically, writing
+from petra.training.records import finite, read_rows, write_text_atomically, writing
 from petra.training.watchers import NO_SUMMARY, Logger
 
 
 class JsonLines(Logger):
     """File with one JSON object per line, readable while the run continues, with null for NaN and infinity.
+
+    A resumed run removes the rows of later microbatches, which it trains again, and an incomplete last line.
 
     Args:
         path: The file.
@@ -30,11 +32,25 @@ class JsonLines(Logger):
     def __init__(self, path: Path, rows: Sequence[Mapping[str, float]] | None = None) -> None:
         self._path = path
         if rows is not None:
-            write_text_atomically(path, "".join(json.dumps(finite(row)) + "\n" for row in rows))
+            write_text_atomically(path, _lines(rows))
 
     def log(self, row: Mapping[str, Any]) -> None:
-        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(finite(row)) + "\n")
+        with writing(self._path), self._path.open("ab+") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 1))
+            if file.read() not in (b"", b"\n"):  # of a process that was killed, or a full disk
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            file.write((json.dumps(finite(row)) + "\n").encode())
+
+    def resume(self, state: Mapping[str, Any], clock: int) -> None:
+        rows = read_rows(self._path)
+        if len(kept := [row for row in rows if row.get("microbatches", 0) <= clock]) < len(rows):
+            write_text_atomically(self._path, _lines(kept))
+
+
+def _lines(rows: Iterable[Mapping[str, float]]) -> str:
+    return "".join(json.dumps(finite(row)) + "\n" for row in rows)
 
 
 class WandbLogger(Logger):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,10 @@ from petra.engine.options.between_calls import notice_changes, renew
 from petra.engine.options.optimizer_state import Kinds
 from petra.engine.options.outer_step import MEAN, MOMENTUM
 from petra.engine.options.state import code_of, kinds_of, load_kinds, numbers_of
-from petra.errors import DataError, invalid, require
+from petra.errors import DataError, require
 from petra.pipeline import Pipeline
 from petra.training.unsaved import notice_unsaved
-from petra.training.weight_files import State, load_into, read_tensors
+from petra.training.weight_files import State, load_into
 
 SHARED = tuple(kind.removeprefix("method") for kind in (MEAN, MOMENTUM))
 """Ends of the names of what replicas that train apart have in common."""
@@ -98,8 +97,10 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
                 _read_block(module, blocks[block], kinds, numbers)
             except KeyError as error:
                 raise DataError(f"{source}: block {block} does not fit (no {error.args[0]})") from error
-        expected, done = f"{clock // pipeline.plan.k} updates after {clock} microbatches, with k={pipeline.plan.k}", numbers["done"]
-        require(done == clock // pipeline.plan.k, source, expected, f"{done:.0f}", DataError)
+        k, done, last = pipeline.plan.k, numbers["done"], numbers["t"]
+        expected = f"{clock // k} updates after {clock} microbatches, with k={k}"
+        found = f"{done:.0f}, the last one after {last:.0f}"
+        require((done, last) == (clock // k, clock // k * k), source, expected, found, DataError)
         own = worker.update.optimizer
         same = own is None or numbers.get("optimizer", code_of(own)) == code_of(own)
         require(same, source, f"the optimizer state of {type(own).__name__}", "that of another class", DataError)
@@ -112,26 +113,6 @@ def load_state(pipeline: Pipeline, state: Mapping[str, Tensor], clock: int, sour
     pipeline.microbatches_done = clock
     renew(pipeline.left, "gradients")
     pipeline.left = pipeline.left or left_by(pipeline.workers.values())  # also after a call that has failed
-
-
-def network(folder: Path, *, averaged: bool = False) -> State:
-    """Return the whole network in a checkpoint, under the keys of an exported file.
-
-    Args:
-        folder: Folder of the checkpoint.
-        averaged: Return moving averages in place of the weights.
-
-    Raises:
-        DataError: If a file cannot be read, or averages are asked for and there are none.
-    """
-    wanted = ("model", "average") if averaged else ("model",)
-    found: dict[str, State] = {part: {} for part in wanted}
-    for key, value in read_tensors(folder, lambda key: key.split("/")[1] in wanted).items():
-        block, part, name = key.split("/", 2)
-        found[part][f"{block}.{name}"] = value
-    if averaged and not found["average"]:
-        raise invalid(str(folder), "a checkpoint with a moving average (optim.average)", "none", DataError)
-    return found["model"] | found.get("average", {})
 
 
 def _read_block(module: nn.Module, state: State, kinds: Kinds, numbers: dict[str, float]) -> None:

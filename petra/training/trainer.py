@@ -89,6 +89,7 @@ class Trainer:
         self.history: list[Row] = []
         self._sums: list[float] = []  # of the epoch in progress
         self._seconds = 0.0
+        self.state()  # refuses watchers whose states have the same names
 
     def fit(self, epochs: int) -> list[Row]:
         """Train until ``epochs`` epochs are done, and return all of them.
@@ -121,8 +122,12 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return what :meth:`resume` needs, as values for JSON. A checkpoint's facts have it under ``trainer``."""
         state = {"history": [*self.history], "sums": self._sums, "seconds": self._seconds, "epoch": self.microbatches}
+        state["clock"] = self.pipeline.microbatches_done
         for watcher in self.watchers:
-            state |= watcher.state()
+            own = watcher.state()
+            twice = ", ".join(sorted(state.keys() & own.keys()))
+            require(not twice, "watchers", "states with names that nothing else has", twice)
+            state |= own
         return state
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -138,8 +143,11 @@ class Trainer:
             raise DataError(f"checkpoint: its facts hold no valid state of the trainer ({first_line(error)})") from error
         expected = f"data with {epoch} microbatches in an epoch"
         require(epoch == self.microbatches, "checkpoint", expected, self.microbatches, DataError)
+        clock = self.pipeline.microbatches_done
+        saved = state.get("clock", clock)
+        require(saved == clock, "pipeline", f"the one that was restored at microbatch {saved}", clock, DataError)
         for watcher in self.watchers:
-            watcher.resume(state, self.pipeline.microbatches_done)
+            watcher.resume(state, clock)
 
     def phase(self, name: str, *, admit: bool = False) -> AbstractContextManager[None]:
         """Return a context for work on a drained pipeline, or for training until it has drained. A subclass may check its result.

@@ -111,7 +111,7 @@ class UpdateMeans(Watcher):
         assert recipe.learning_rate is not None
         self._microbatches, self._k, self._learning_rate = every * k, k, recipe.learning_rate
         self._means, self._loggers = Means(recipe), loggers
-        self._clock = 0
+        self._clock, self._key = 0, f"updates, every {every * k} microbatches"
 
     def microbatch(self, report: Tensor) -> None:
         self._means.add(report)
@@ -130,8 +130,10 @@ class UpdateMeans(Watcher):
             logger.log(row)
 
     def state(self) -> dict[str, Any]:
-        return {"updates": self._means.totals}
+        return {self._key: self._means.totals}
 
     def resume(self, state: Mapping[str, Any], clock: int) -> None:
         self._clock = clock
-        self._means.reset(state.get("updates", ()))
+        for logger in self._loggers:
+            logger.resume(state, clock)
+        self._means.reset(state.get(self._key, ()))  # none if another number of updates had one row

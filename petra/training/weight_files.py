@@ -78,7 +78,7 @@ def export(pipeline: Pipeline, path: Path, facts: Mapping[str, Any] | None = Non
     state = {f"{name}.{key}": value.contiguous() for name, block in gathered_blocks(pipeline) for key, value in block.items()}
     if pipeline.rank != 0:
         return
-    known = {"clock": pipeline.microbatches_done, HASH: hash_of(state), **(facts or {})}
+    known = {**(facts or {}), "clock": pipeline.microbatches_done, HASH: hash_of(state)}
     text = {FACTS: json.dumps(known)}
     with writing(path), replaced(path) as file:
         if path.suffix == ".pt":

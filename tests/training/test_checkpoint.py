@@ -19,7 +19,7 @@ from launch.run.resume import require_same
 from petra import ConfigError, DataError, PetraError, Pipeline, UpdateRules
 from petra.errors import Interrupted
 from petra.settings import Numerics
-from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, best_of, newest, restore
+from petra.training import OPTIMIZERS, Checkpoints, JsonLines, Trainer, UpdateMeans, Watcher, best_of, network, newest, restore
 from petra.training.checkpoint import MANIFEST, checkpoints
 from petra.training.weight_files import read_tensors
 from tests.support.nets import RandomSource, assert_equal, mixed, sgd, weights
@@ -175,6 +175,51 @@ def test_metrics_and_epochs_resume_from_any_checkpoint(tmp_path: Path) -> None:
         resumed.fit(2)
         assert rows(tmp_path) == expected
         assert_equal(weights(pipeline), weights(whole.pipeline))
+
+
+def test_what_is_loaded_is_intact_and_of_this_k(tmp_path: Path) -> None:
+    """Also where the number of updates agrees with that of another k."""
+    for k, clock in ((2, 3), (4, 4)):
+        pipeline = build(k=k)
+        pipeline.train(RandomSource(), clock)
+        Checkpoints(tmp_path).save(pipeline, {})
+        path = tmp_path / f"{clock:09}"
+        with pytest.raises(DataError, match=f"expected 1 updates after {clock} microbatches, with k=3, got 1, the last one after"):
+            restore(build(k=3), path)
+        restore(build(k=k), path)
+        content = bytearray((path / "0.pt").read_bytes())
+        content[len(content) // 2] ^= 1
+        (path / "0.pt").write_bytes(content)
+        for read in (lambda: restore(build(k=k), path), lambda: network(path)):  # noqa: B023
+            with pytest.raises(DataError, match=r"damaged, 0\.pt has"):
+                read()
+
+
+def test_watchers_have_states_of_their_own(tmp_path: Path) -> None:
+    class Own(Watcher):
+        def state(self) -> dict[str, Any]:
+            return {"history": []}
+
+    with pytest.raises(PetraError, match="watchers: expected states with names that nothing else has, got history"):
+        trainer(tmp_path, watchers=[Own()])
+    state = trainer(tmp_path, every=None).state()
+    with pytest.raises(DataError, match="pipeline: expected the one that was restored at microbatch 7, got 0"):
+        trainer(tmp_path).resume(state | {"clock": 7})
+
+
+def test_rows_of_microbatches_that_are_trained_again_are_removed(tmp_path: Path) -> None:
+    """And an incomplete last line, before the next row."""
+    log, path = JsonLines(tmp_path / "a"), tmp_path / "a"
+    for clock in (2, 4, 6):
+        log.log({"microbatches": clock})
+    with path.open("a") as file:
+        file.write('{"microb')
+    log.log({"microbatches": 8})
+    assert [json.loads(line)["microbatches"] for line in path.read_text().splitlines()] == [2, 4, 6, 8]
+    means = [UpdateMeans(every, 1, build().recipe, [log]) for every in (2, 4)]
+    assert len({key for mean in means for key in mean.state()}) == 2
+    means[0].resume({}, 5)
+    assert [json.loads(line)["microbatches"] for line in path.read_text().splitlines()] == [2, 4]
 
 
 def test_a_failed_write_in_the_background_ends_the_run_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor, nn, serialization
 
 from petra import BlockSpec, Model, PetraError, Pipeline
 from petra.errors import DataError
-from petra.training import Checkpoints, records, sgd
+from petra.training import Checkpoints, export, facts_in, facts_of, load, newest, records, restore, sgd
 from petra.training import checkpoint as protocol
+from petra.training.checkpoint import checkpoints
 from tests.support.nets import RandomSource, assert_equal, make_pipeline, restored, weights
 from tests.support.processes import context
 
@@ -113,6 +115,58 @@ def test_a_save_that_dies_at_any_step_leaves_an_intact_checkpoint(background: bo
     process.kill()
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.parametrize(("name", "count"), [("rename", 1), ("rename", 2), ("rename", 3), ("rmtree", 1)])
+def test_a_second_save_of_a_microbatch_that_dies_leaves_one_of_the_two(
+    name: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that with the score, after the evaluation. It dies before a change of the folder."""
+    store, pipeline = Checkpoints(tmp_path, keep=1), small()
+    pipeline.train(DATA, 1)
+    store.save(pipeline, {})
+    owner, calls = (Path if name == "rename" else shutil), iter([False] * (count - 1) + [True])
+    original = getattr(owner, name)
+
+    def dying(*arguments: Any) -> Any:
+        if next(calls):
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dying)
+        with pytest.raises(KeyboardInterrupt):
+            store.save(pipeline, {}, score=1.0)
+    found = newest(tmp_path)
+    assert found is not None
+    restore(small(), found)
+    store.save(pipeline, {}, score=2.0)
+    assert [facts_of(path)["score"] for path in checkpoints(tmp_path)] == [2.0]
+
+
+def test_a_last_save_that_fails_in_the_background_is_told_at_exit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    store, pipeline = Checkpoints(tmp_path / "file" / "c", background=True), small()
+    pipeline.train(DATA, 1)
+    store.save(pipeline, {})
+    store.settle()
+    for _ in range(2):
+        protocol._tell_failed(ref(store))
+    assert caplog.messages == [
+        f"checkpoint {tmp_path}/file/c/000000001: cannot be written (Not a directory); there is no earlier one"
+    ]
+
+
+def test_facts_have_names_of_their_own(tmp_path: Path) -> None:
+    pipeline = small()
+    with pytest.raises(PetraError, match="facts: expected names other than clock, score, got clock"):
+        Checkpoints(tmp_path, facts={"clock": 3, "note": "x"})
+    with pytest.raises(PetraError, match="facts: expected names other than clock, note, score, got note"):
+        Checkpoints(tmp_path, facts={"note": "x"}).save(pipeline, {"note": "y"})
+    pipeline.train(DATA, 1)
+    export(pipeline, tmp_path / "a.pt", {"clock": 9, "sha256": "0", "note": "x"})
+    assert load(tmp_path / "a.pt")
+    assert facts_in(tmp_path / "a.pt")["clock"] == 1
 
 
 @pytest.fixture
