@@ -105,6 +105,13 @@ def load(config: DataConfig) -> Dataset:
     return dataset
 
 
+def _identity(dataset: Dataset) -> str:
+    """Return what a data set must have in common on all ranks that load it."""
+    counts = f"{dataset.train.count} training samples and {dataset.test.count} test samples"
+    known = {"contents": dataset.contents, "vocabulary": dataset.vocabulary}
+    return counts + "".join(f", {name} {value}" for name, value in known.items() if value is not None)
+
+
 def _distribute(loaded: Dataset | None, rank: int, first: int, last: int) -> Dataset:
     """Return this rank's part of the data set: inputs on rank ``first`` of the replica, targets on rank ``last``.
 
@@ -114,7 +121,7 @@ def _distribute(loaded: Dataset | None, rank: int, first: int, last: int) -> Dat
     outlines: list[Dataset | None] = all_gather_objects(None if loaded is None else loaded.part())
     outline, group = outlines[0], message_group()
     assert outline is not None
-    counts = [found and f"{found.train.count} training samples and {found.test.count} test samples" for found in outlines]
+    counts = [found and _identity(found) for found in outlines]
     for other, count in enumerate(counts):
         require(count in (None, counts[0]), "data.root", f"{counts[0]} as on rank 0", f"{count} on rank {other}", DataError)
     if last == first or None not in outlines:

@@ -23,6 +23,9 @@ P = ParamSpec("P")
 _CLOSED = (errno.EPIPE, errno.EIO)
 """Errors of a pipe whose reader has ended, and of a terminal that was closed."""
 
+_REFUSED = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+"""Errors that even a question whether a path exists may raise."""
+
 
 def command(main: Callable[P, None]) -> Callable[P, None]:
     """Make a command out of a function: ``main`` runs with :func:`prepare_streams`, and its errors become one line and a status.
@@ -42,6 +45,11 @@ def command(main: Callable[P, None]) -> Callable[P, None]:
             main(*args, **kwargs)
         except PetraError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
+            sys.exit(FAILED)
+        except OSError as error:
+            if error.filename is None or error.errno not in _REFUSED:
+                raise
+            print(f"error: {error.filename}: can't be read or written ({error.strerror})", file=sys.stderr, flush=True)
             sys.exit(FAILED)
         finally:
             signal.signal(signal.SIGINT, before)
