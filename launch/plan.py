@@ -31,7 +31,7 @@ from petra.cost_model.simulator import Prediction, predict
 from petra.cost_model.stage_memory import Known
 from petra.errors import ConfigError, PetraError, require, within
 from petra.method import METHODS, Keep, Method
-from petra.plan.transport import choose_transport, simulated_transport
+from petra.plan.transport import MOST_WITH_EDGE, choose_transport, simulated_transport
 from petra.settings import TransportName
 from petra.training import limited
 
@@ -312,28 +312,32 @@ def candidates(
     if measure:
         set_numerics(config.trainer)
         optimizer = optimizer_factory(config.optim)
-        blocks = profile_blocks(plan.model, plan.layout.inputs, optimizer=optimizer, device=setup.device, numerics=plan.numerics)
+        rules: dict[str, Any] = {"device": setup.device, "numerics": plan.numerics, "compile": config.trainer.compile}
+        blocks = profile_blocks(plan.model, plan.layout.inputs, optimizer=optimizer, **rules)
     else:
         blocks = tuple(block.scaled(1e-12 / teraflops) for block in count_blocks(plan.model, plan.layout.inputs, plan.numerics))
     on_gpus, transport = config.trainer.device != "cpu", config.trainer.transport
-    if on_gpus and transport == AUTO:
-        transport = "lockstep"  # what auto selects on GPUs
+    world = min(len(machines.devices), len(blocks)) * config.dp
+    if transport == AUTO and (on_gpus or world > MOST_WITH_EDGE):
+        transport = "lockstep"  # what auto selects there
     known, rows, refused = Known(), list[Candidate](), list[str]()
     predicted = partial(stage_memories, setup, known, device_type="cuda" if on_gpus else setup.device.type)
     sums = None if link is None else partial(_waits, setup, link)
     usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, KEEP_AUTO, AUTO_DELAY]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
-    changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in ("auto", getattr(usual, k, v))]
+    own_rows = () if usual is not METHODS["petra"] else (AUTO,)  # of petra, which is always there
+    changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in (*own_rows, getattr(usual, k, v))]
     name = ", ".join([config.method.name, *changed])
-    if changed and name != RECOMPUTED.name:
-        methods.append(replace(plan.method, name=name))
-    last = methods[-1] if "delay" in setup.auto else AUTO_DELAY
+    own = replace(plan.method, name=name) if changed and name != RECOMPUTED.name else None
+    methods += [own] if own is not None else []
     for done, method in enumerate(methods, 1):
         show_progress(f"{method.name}: method {done} of {len(methods)}")
-        memories, tune_delay = None if method is ZB_H1 else predicted, method in (KEEP_AUTO, AUTO_DELAY, last)
+        memories = None if method is ZB_H1 else predicted
+        tune_delay = method in (KEEP_AUTO, AUTO_DELAY) or ("delay" in setup.auto and method is own)
         predict_own = partial(predict_method, memories=memories, tune_delay=tune_delay, sums=sums)
         try:
-            stored = block_memories(setup, known, method) if method is KEEP_AUTO else None
+            automatic = method is KEEP_AUTO or ("keep" in setup.auto and method is own)
+            stored = block_memories(setup, known, method) if automatic else None
             rows.append(predict_own(blocks, method, config.k, machines, transport, stored=stored))
         except ConfigError as error:
             refused.append(f"- {method.name}: {error}")
@@ -347,9 +351,9 @@ def _waits(setup: Setup, link: Link, tuned: Tuned, period: float) -> list[float]
 
 
 def _parameters(setup: Setup, tuned: Tuned) -> list[int]:
-    """Return the number of parameters of each stage."""
+    """Return the number of trained parameters of each stage."""
     profiles = iter(setup.plan.layout.profiles)
-    return [sum(profile.parameters for profile in islice(profiles, count)) for count in tuned.stages]
+    return [sum(profile.trained for profile in islice(profiles, count)) for count in tuned.stages]
 
 
 def _shown_sums(setup: Setup, row: Candidate, link: Link | None) -> str:
@@ -365,7 +369,7 @@ def _shown_sums(setup: Setup, row: Candidate, link: Link | None) -> str:
 
 def with_expected(setup: Setup, rows: Sequence[Candidate]) -> tuple[list[Candidate], str | None]:
     """Return the methods with what staleness costs them, and the task of the benchmark; None if it trained no such run."""
-    settings = [setting_of(setup, row.method) if row.tuned.keep is None else None for row in rows]  # no mixture was trained
+    settings = [setting_of(setup, row.method, row.tuned.keep or ()) for row in rows]
     task = next((setting.task for setting in settings if setting is not None), None)
     if task is None or not in_range(TASKS[task].parameters, setup.plan.parameters):
         return [*rows], None
@@ -438,10 +442,12 @@ def _machines(options: argparse.Namespace, config: Config) -> Machines:
         require(value is None or not unused, f"--{name}", f"nothing with {instead}, which replaces it", value)
         setattr(options, name, default if value is None else value)
     for name in ("devices", "per_machine", "memory"):
-        require(getattr(options, name) > 0, f"--{name}".replace("_", "-"), "a number > 0", getattr(options, name))
+        most = float("inf") if name == "memory" else 1e6
+        expected = "a number > 0" + " and <= 1e6" * (name != "memory")
+        require(0 < getattr(options, name) <= most, f"--{name}".replace("_", "-"), expected, getattr(options, name))
     for name, bounds in (("teraflops", SCALE), ("bandwidth", SCALE), ("latency", LATENCY)):
         require(within(getattr(options, name), bounds), f"--{name}", f"a number {bounds}", getattr(options, name))
     if path:
-        found, limit = read_machines(path), float("inf") if limit is None else 1e9 * limit
+        found, limit = read_machines(path, source), float("inf") if limit is None else 1e9 * limit
         return replace(found, devices=tuple(replace(device, memory=min(device.memory, limit)) for device in found.devices))
     return Machines.equal(options.devices, Link(1e9 * options.bandwidth, 1e-6 * options.latency), 1e9 * options.memory)

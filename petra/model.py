@@ -66,7 +66,7 @@ class BlockProfile:
         name: Name of the block.
         outputs: Shape and type of each output tensor for one microbatch.
         parameters: Number of parameters.
-        trained: Whether a parameter is trained.
+        trained: Number of those that are trained.
         flops: Floating-point operations of one forward of one microbatch.
         reversible: Whether the block is a :class:`petra.reversible.ReversibleBlock`.
         exact: Whether the block is reversible and supports exact streams (:mod:`petra.reversible.grid`).
@@ -75,7 +75,7 @@ class BlockProfile:
     name: str
     outputs: tuple[TensorSpec, ...]
     parameters: int
-    trained: bool
+    trained: int
     flops: int
     reversible: bool
     exact: bool
@@ -291,7 +291,7 @@ def _profile_block(spec: BlockSpec, streams: Streams, given: str, device: str) -
         name=name,
         outputs=tuple(TensorSpec(tuple(t.shape), t.dtype) for t in outputs),
         parameters=sum(p.numel() for p in block.parameters()),
-        trained=any(p.requires_grad for p in block.parameters()),
+        trained=sum(p.numel() for p in block.parameters() if p.requires_grad),
         flops=counter.get_total_flops(),
         reversible=reversible,
         exact=reversible and type(block).enable_exact_streams is not ReversibleBlock.enable_exact_streams,  # type: ignore[attr-defined]

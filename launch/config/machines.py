@@ -37,8 +37,8 @@ LINK = {"bandwidth": Key(Annotated[float, SCALE], ...), "latency": Key(Annotated
 """Bandwidth in GB/s, and latency in microseconds."""
 
 
-def read_machines(path: str | Path) -> Machines:
-    """Read the devices and connections of a pipeline.
+def read_machines(path: str | Path, key: str = KEY) -> Machines:
+    """Read the devices and connections of a pipeline. Speeds are divided by the first device's.
 
     Raises:
         ConfigError: If the file can't be read, has unknown keys or values that are not accepted.
@@ -46,18 +46,19 @@ def read_machines(path: str | Path) -> Machines:
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))  # refuses a key that occurs twice
     except Exception as error:  # a damaged file can raise many exceptions
-        raise invalid(KEY, "a YAML or JSON file of devices and links", f"{path} ({' '.join(str(error).split())})") from error
+        raise invalid(key, "a YAML or JSON file of devices and links", f"{path} ({' '.join(str(error).split())})") from error
     try:
         file = _entry(FILE, found)
         devices = [_entry(DEVICE, entry) for entry in file["devices"]]
         links = [_entry(CONNECTION, entry) for entry in file["links"] or ()]
         require(bool(devices), "devices", "one device or more", "none")
+        own = devices[0]["speed"]
         return Machines(
-            tuple(Device(e["speed"], 1e9 * (e["memory"] or float("inf"))) for e in devices for _ in range(e["count"])),
+            tuple(Device(e["speed"] / own, 1e9 * (e["memory"] or float("inf"))) for e in devices for _ in range(e["count"])),
             tuple(Connection(_link(e["forward"]), _link(e["backward"])) for e in links for _ in range(e["count"])),
         )
     except ConfigError as error:
-        raise ConfigError(f"{KEY}: {path}: {error}") from error
+        raise ConfigError(f"{key}: {path}: {error}") from error
 
 
 def require_writable(path: str) -> None:

@@ -106,6 +106,9 @@ class RemedyConfig(Section):
     def name(self) -> str:
         """Name in records: the keys with other values than their defaults, after the target if it is not petra's."""
         known, own = keys("remedy", self._target_), {"discount": self.discount, **self.options}
+        for name in own.keys() & known.keys():
+            if type(own[name]) is int and type(known[name].default) is float:
+                own[name] = float(own[name])  # feedback=1 is feedback=1.0
         changed = [f"{name}={value}" for name, value in own.items() if name not in known or value != known[name].default]
         return ", ".join([*([] if self._target_ == REMEDIES else [self._target_]), *changed]) or "none"
 

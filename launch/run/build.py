@@ -125,7 +125,8 @@ class Setup:
             loss = partial(bootstrapped_cross_entropy, fraction=trainer.bootstrap, label_smoothing=trainer.label_smoothing)
         build, epochs = factory("remedy", config.remedy), config.remedy.discount
         require(takes(build, "discount") or not epochs, "remedy.discount", f"0 with {config.remedy._target_}", epochs)
-        remedies = build(**({"discount": round(epochs * microbatches_per_epoch)} if takes(build, "discount") else {}))
+        until = max(1, round(epochs * microbatches_per_epoch)) if epochs else 0
+        remedies = build(**({"discount": until} if takes(build, "discount") else {}))
         extensions = [remedies] if isinstance(remedies, Extension) else [*remedies]
         outer = built(Extension, "outer", config.outer)
         return Recipe(

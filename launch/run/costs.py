@@ -92,8 +92,11 @@ def memory_table(setup: Setup) -> str:
     A process with several stages has a row for each, and one for all of them, whose temporary memory is that of one step.
     Auto-tuned settings have provisional values. Takes seconds, without a GPU and without the memory that it predicts.
     """
-    rows = []
-    for process, (stages, found) in enumerate(zip(setup.plan.layout.processes, _memory(setup, {}), strict=True)):
+    rows, device_type = [], "cpu" if setup.config.trainer.device == "cpu" else "cuda"
+    if device_type == "cuda" and (setup.config.trainer.transport, setup.plan.transport) == ("auto", "edge"):
+        setup = replace(setup, plan=replace(setup.plan, transport="lockstep"))  # what auto selects on GPUs
+    predicted = _memory(setup, {}, device_type)
+    for process, (stages, found) in enumerate(zip(setup.plan.layout.processes, predicted, strict=True)):
         shown = {str(j + 1): found.stages[j] for j in stages} if len(stages) > 1 else {}
         if stages:
             shown[str(stages[0] + 1) if len(stages) == 1 else f"{stages[0] + 1} … {stages[-1] + 1}"] = found
@@ -241,6 +244,7 @@ def _choose(setup: Setup, machines: Machines, free: float) -> Tuned:
         device=setup.device,
         numerics=plan.numerics,
         seed=config.seed,
+        compile=config.trainer.compile,
     )
     processes, several = plan.layout.processes, len(plan.layout.processes) > 1
     require(len(processes) == len(machines.devices), "cluster.machines", f"{len(processes)} devices", len(machines.devices))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -113,18 +113,25 @@ def measured() -> Mapping[Setting, Mapping[float, Expected]]:
     }
 
 
-def setting_of(setup: Setup, method: Method) -> Setting | None:
-    """Return the setting of a run with a method; None for what no benchmark trains, or a list of ``keep``."""
+def setting_of(setup: Setup, method: Method, keeps: Iterable[Keep] = ()) -> Setting | None:
+    """Return the setting of a run with a method; None for what no benchmark trains, such as blocks that store different things.
+
+    Args:
+        keeps: What each block stores, if it was chosen for each.
+    """
     config, tuned = setup.config, setup.config.model.name == "huggingface"
     trainer = config.trainer
     formats = {trainer.message_format, trainer.gradient_format}
-    if setup.outer.every or config.model.options.get("stream") or formats - LOSSLESS or trainer.stored_format:
+    other = any(config.model.options.get(name) for name in ("stream", "lora"))
+    if setup.outer.every or other or formats - LOSSLESS or trainer.stored_format:
         return None
+    stored = {*keeps} or {*(method.keep if isinstance(method.keep, tuple) else (method.keep,))}
     task = {"tokens": "fine-tuning" if tuned else "text", "images": "images"}.get(setup.unit)
-    if task is None or not isinstance(method.keep, Keep):
+    if task is None or len(stored) != 1:
         return None
+    (own,) = stored
     reversible = any(profile.reversible for profile in setup.plan.layout.profiles)  # other blocks store their input
-    keep = Keep.INPUT if method.keep is Keep.NOTHING and not reversible else method.keep
+    keep = Keep.INPUT if own is Keep.NOTHING and not reversible else own
     filters = FILTERS if task == "images" and config.optim.options.get("filters") else ""
     return Setting(task, keep, method.weights, config.optim.name.lower() + filters, config.remedy.name)
 
@@ -188,7 +195,8 @@ def _better(setup: Setup, setting: Setting, staleness: float, own: Expected) -> 
         for other in measured():
             if (other.task, other.keep, other.weights) == (setting.task, setting.keep, setting.weights):
                 found = expected(other, min(staleness / 2**share, max(measured()[setting])))
-                if found is not None and found.above <= own.above / 2 and found.loss < own.loss:
+                possible = other.remedy == "none" or not setup.config.optim.rules.shard
+                if possible and found is not None and found.above <= own.above / 2 and found.loss < own.loss:
                     options.append((found.loss, f"; {' '.join([*_words(other, setting), *fresher])}: {shown(found, setting.task)}"))
         if options:
             return min(options)[1]
@@ -200,7 +208,7 @@ def _halved(setup: Setup, divisor: int) -> list[str]:
     config, words = setup.config, list[str]()
     if setup.plan.method.delay == 2:
         words, divisor = ["method.delay=1"], divisor // 2
-    if config.data.batch_size % divisor:
+    if config.data.batch_size % (divisor * config.dp):
         return []
     return words if divisor == 1 else [*words, f"k={divisor * config.k}", f"data.batch_size={config.data.batch_size // divisor}"]
 

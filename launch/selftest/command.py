@@ -26,11 +26,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import distributions
 from itertools import groupby
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from petra.distributed import all_gather_objects
 from petra.errors import alternatives, require
 
 from ..doctor.machine import PREFIXES, missing_gpu
@@ -74,8 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the parts and write the report. Exit with status 1 if a part failed."""
     parser = parser_for(__doc__)
     parser.add_argument("--out", type=path_argument, default=Path("runs/selftest"), help="folder of the report (runs/selftest)")
-    parser.add_argument("--quick", action="store_true", help="only the parts of three minutes (the default)")
-    parser.add_argument("--full", action="store_true", help="all parts")
+    parts_of = parser.add_mutually_exclusive_group()
+    parts_of.add_argument("--quick", action="store_true", help="only the parts of three minutes (the default)")
+    parts_of.add_argument("--full", action="store_true", help="all parts")
     parser.add_argument("--minutes", type=float, default=10.0, help="time limit; parts that don't fit are left out and named")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a process waits for another")
     parser.add_argument("--tiny", action="store_true", help="small models and few microbatches; also without a GPU")
@@ -101,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="petra-selftest") as folder:
         if world:
-            results = run_here(trials, given.timeout, given.out, partial(write_report, trials, gpus, given.tiny, given.out))
+            report, end = partial(write_report, trials, gpus, given.tiny, given.out), time.monotonic() + 60 * given.minutes
+            results = run_here(trials, given.timeout, given.out, report, end)
         else:
             results = run_all(trials, given.timeout, time.monotonic() + 60 * given.minutes, Path(folder))
         if not first:
@@ -178,11 +182,16 @@ def start_processes(arguments: Sequence[str], processes: int, seconds: float, fo
 
 
 def run_here(
-    trials: Sequence[Trial], timeout: float, folder: Path, report: Callable[[Results], object] = lambda results: None
+    trials: Sequence[Trial],
+    timeout: float,
+    folder: Path,
+    report: Callable[[Results], object] = lambda results: None,
+    end: float = inf,
 ) -> Results:
     """Run parts one after the other in this process and the others of its group.
 
-    The first process writes and returns the findings. Before each part it calls ``report``, in case that this one never ends.
+    The first process writes and returns the findings. Before each part it calls ``report``, in case that this one never ends. No
+    part begins after ``end``, in seconds of its monotonic clock.
     """
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.deterministic = False, True  # as in training by default
@@ -191,6 +200,8 @@ def run_here(
         device = process.device(trials[0].options["device"] if trials else "auto")
         with process.process_group(device, timeout):
             for trial in trials:
+                if all_gather_objects(time.monotonic() > end)[0]:
+                    break
                 print(heading(trial.name), file=sys.stderr, flush=True)
                 started, saved = time.monotonic(), folder / "checkpoints" / trial.name
                 if process.first:

@@ -176,7 +176,7 @@ def period_of(
     device_type: str,
 ) -> float:
     """Return the predicted seconds per microbatch with some boundary delays. The arguments are those of :func:`choose_delays`."""
-    rules = simulated_transport(transport, delays, device_type)
+    rules = simulated_transport(transport, delays, device_type, len(processes) if processes else None)
     return predict(costs, replace(method, delay=tuple(delays)), k, processes=processes, link=link, transport=rules).period
 
 

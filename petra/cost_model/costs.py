@@ -150,6 +150,7 @@ def profile_blocks(
     numerics: Numerics = Numerics(),  # noqa: B008 (frozen)
     seed: int = 0,
     rounds: int = 5,
+    compile: str | None = None,
 ) -> tuple[BlockCost, ...]:
     """Measure costs on the device with the code that a pipeline runs. Only one block at a time is on the device.
 
@@ -160,6 +161,7 @@ def profile_blocks(
     Args:
         inputs: Form of one microbatch.
         optimizer: Function that builds the optimizer of a module.
+        compile: As of :class:`petra.Runtime`. The first round compiles, and is not measured.
 
     Raises:
         ModelError: As :meth:`petra.model.Model.profile`.
@@ -173,6 +175,10 @@ def profile_blocks(
         module = model.build_block(b, seed).to(device).train()
         if numerics.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        if compile is not None:
+            from petra.engine.options.compile import compile_block
+
+            compile_block(module, compile)
         x, dy = (tuple(_example(spec, device, numerics.channels_last) for spec in forms[i]) for i in (b, b + 1))
         dy = without_side(dy)
         times: list[float] = []
@@ -201,7 +207,7 @@ def _alike(kinds: Sequence[Hashable], costs: Sequence[BlockCost]) -> tuple[Block
 
 def _block_cost(profile: BlockProfile, numerics: Numerics, times: Sequence[float]) -> BlockCost:
     boundaries = {keep: boundary(profile.outputs, keep, numerics, 0) for keep in Keep}
-    return BlockCost(profile.name, profile.reversible, boundaries, *times, trained=profile.trained)
+    return BlockCost(profile.name, profile.reversible, boundaries, *times, trained=profile.trained > 0)
 
 
 def _forward_backward_seconds(

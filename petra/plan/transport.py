@@ -17,9 +17,8 @@ def choose_transport(
 ) -> TransportName:
     """Return the transport of a pipeline.
 
-    On GPUs, ``auto`` never selects ``edge``, which posts receives before their messages are due. A posted NCCL receive occupies the
-    device until the message arrives. The first launch of any other kernel may load its module, which can wait until the device is
-    idle, and then neither ends. An exchange of ``lockstep`` depends only on steps of rounds that every rank has already launched.
+    On GPUs, ``auto`` never selects ``edge``, whose posted receives occupy the device until their messages come: the first launch of
+    a kernel may wait until the device is idle, and then neither ends. ``lockstep`` needs only what every rank has launched.
 
     Args:
         name: Requested transport. ``auto`` selects ``local`` in one process. In several, it selects ``lockstep`` on GPUs, or if
@@ -35,8 +34,7 @@ def choose_transport(
     if processes == 1:
         require(name in ("auto", "local"), "transport", "auto or local in one process", name)
         return "local"
-    total = max(world, processes)
-    few = total <= MOST_WITH_EDGE
+    few = (total := max(world, processes)) <= MOST_WITH_EDGE
     expected = f"{'auto, lockstep or edge' if few else 'auto or lockstep'} in {total} processes"
     require(name in ("auto", "lockstep") or (few and name == "edge"), "transport", expected, name)
     if name == "auto":
@@ -44,7 +42,9 @@ def choose_transport(
     return name
 
 
-def simulated_transport(name: TransportName, delays: Sequence[int], device_type: str = "cpu") -> Literal["edge", "lockstep"]:
-    """Return the transport that a run with one process for each stage would use, given the delay d of each boundary."""
-    chosen = choose_transport("auto" if name == "local" else name, max(2, len(delays) + 1), delays, device_type)
+def simulated_transport(
+    name: TransportName, delays: Sequence[int], device_type: str = "cpu", processes: int | None = None
+) -> Literal["edge", "lockstep"]:
+    """Return the transport of a run in so many processes, by default one for each stage, given the delay d of each boundary."""
+    chosen = choose_transport("auto" if name == "local" else name, max(2, processes or len(delays) + 1), delays, device_type)
     return "lockstep" if chosen == "lockstep" else "edge"

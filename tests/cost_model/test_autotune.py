@@ -12,11 +12,12 @@ from torch import nn
 from petra import METHODS, ConfigError, Keep, Method, Model, TensorSpec, make_plan
 from petra.cost_model.autotune import Tuned, choose_delays, search_within, tune
 from petra.cost_model.costs import BlockCost, StageCost, count_blocks, pipeline_costs, profile_blocks
-from petra.cost_model.machines import Device
+from petra.cost_model.machines import Device, Link
 from petra.cost_model.memory import PredictedMemory
 from petra.models import revnet18
 from petra.plan.messages import Boundary, boundary
 from petra.plan.partition import partition_of
+from petra.plan.transport import simulated_transport
 from petra.settings import Numerics
 from tests.support.nets import RandomSource, mixed_net, sgd
 from tests.support.refusals import refuses
@@ -110,6 +111,14 @@ test_limits_that_nothing_meets = refuses(
 )
 
 
+def test_the_transport_depends_on_the_processes_and_not_on_their_stages() -> None:
+    assert simulated_transport("auto", (1,) * 71, processes=2) == "edge"
+    assert simulated_transport("auto", (1,) * 71) == "lockstep"
+    costs = [StageCost(1.0, 3.0, 0.0, 8, 8, 0)] * 72
+    halves = [range(36), range(36, 72)]
+    assert len(choose_delays(costs, PETRA, 4, link=Link(1e9, 0.0), processes=halves, transport="edge")) == 71
+
+
 def test_counted_costs() -> None:
     costs = count_blocks(mixed_net(), RandomSource().spec)
     conv = 2 * 4 * 8 * 8 * 4 * 4 * 9  # batch, positions, channels in and out, 3x3
@@ -122,4 +131,9 @@ def test_measured_costs_are_those_of_the_pipelines_code() -> None:
     measured = profile_blocks(mixed_net(), RandomSource().spec, optimizer=sgd, rounds=1)
     assert [c.name for c in measured] == ["stem", "block1", "down", "block2", "block3", "head"]
     assert all(t > 0 for c in measured for t in (c.forward, c.backward, c.graph_forward, c.graph_backward, c.update))
+    assert [block.trained for block in mixed_net().profile(RandomSource().spec)] == [
+        sum(p.numel() for p in mixed_net().build_block(b, 0).parameters()) for b in range(6)
+    ]
+    with pytest.raises(Exception, match="no such backend"):
+        profile_blocks(mixed_net(), RandomSource().spec, optimizer=sgd, rounds=1, compile="no such backend")
     assert [c.boundaries for c in measured] == [c.boundaries for c in count_blocks(mixed_net(), RandomSource().spec)]

@@ -157,6 +157,7 @@ def test_the_selftest_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert refused(selftest.main, ["--tiny", "--only", "no such part"], silent=False).startswith(
         "--only: expected a text in torch."
     )
+    assert refused(selftest.main, ["--tiny", "--quick", "--full"]).endswith("argument --full: not allowed with argument --quick")
     capsys.readouterr()
     with pytest.raises(SystemExit, match="1"):
         selftest.main(["--tiny", "--only", "plain operations"])

@@ -16,6 +16,7 @@ from launch.config.compose import compose_overrides
 from launch.plan import COMPARED, Candidate, main, recommend
 from launch.run.expected import Expected, Setting, expected, note
 from launch.run.folder import records_in
+from launch.runtime.rank import Process
 from petra import METHODS, Keep, Weights
 from petra.cost_model.autotune import Tuned
 from tests.structure import ROOT
@@ -153,6 +154,9 @@ def test_the_preset_for_images_is_the_benchmarks_best_late_setting() -> None:
         ("model=revgpt data=text optim=adamw k=2 trainer.gradient_format=int4", ""),
         ("model=revgpt data=text optim=adamw k=2 model.stream=8", ""),
         ("model=revgpt data=text optim=adamw k=2 outer=diloco outer.every=2", ""),
+        ("model=revgpt data=text optim=muon remedy.feedback=1 k=2", "note: staleness of 7 updates with muon and feedback=1.0."),
+        (f"model=revgpt data=text optim=muon k=2 method.keep=[{'graph,' * 7}graph]", "note: staleness of 7 updates with muon."),
+        (f"model=revgpt data=text optim=muon k=2 method.keep=[{'graph,' * 7}input]", ""),
     ],
 )
 def test_a_run_is_told_what_its_staleness_cost_in_the_benchmark(settings: str, line: str) -> None:
@@ -160,3 +164,16 @@ def test_a_run_is_told_what_its_staleness_cost_in_the_benchmark(settings: str, l
     found = note(planned(*settings.split(), *own))
     assert len(found) == bool(line)
     assert not line or line in found[0]
+
+
+def test_what_a_note_recommends_is_possible() -> None:
+    """Each replica has a row of the smaller microbatches, and divided optimizer state excludes remedies."""
+    small = ["model=revgpt", "model.dim=32", "model.depth=6", "model.heads=2", "data=text", "k=2", "trainer.stages=8", "dp=2"]
+    for others, better in (
+        ("data.batch_size=2 optim=adamw", "optim=muon remedy=prediction_difference: "),
+        ("data.batch_size=2 optim=adamw optim.shard=true", "optim=muon: "),
+        ("data.batch_size=4 optim=muon method.delay=1", "remedy=feedback k=4 data.batch_size=2: "),
+        ("data.batch_size=2 optim=muon method.delay=1", ""),
+    ):
+        (line,) = note(planned(*small, *others.split(), place=Process(0, 4, 0, 4)))
+        assert f"; {better}" in line if better else ";" not in line

@@ -42,6 +42,11 @@ def test_a_remedy_for_late_gradients_warns_where_none_are_late(tmp_path: Path, c
     assert warning == "warning: remedy: expected none with method=1f1b, whose gradients are exact; feedback=1.0 changes nothing"
 
 
+def test_a_discount_of_less_than_a_microbatch_lasts_one() -> None:
+    setup = planned(*TINY, "remedy.discount=0.001")
+    assert [extension.discount for extension in setup.recipe(100).extensions] == [1]
+
+
 def test_settings_without_effect_and_updates_that_nothing_has_warn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("trainer.stages=1", "trainer.gradient_format=int8", "trainer.limit_batches=7", "k=1")
     train(*TINY, *settings, "outer=streaming", "outer.every=4", "outer.overlap=1", f"run_dir={tmp_path / 'run'}")

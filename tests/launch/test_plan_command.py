@@ -113,7 +113,9 @@ def test_messages_follow_the_transport_of_the_command(monkeypatch: pytest.Monkey
         ("--latency 10 --machines FILE", "--latency: expected nothing with --machines=FILE, which replaces it, got 10.0"),
         ("--teraflops 50 --measure", "--teraflops: expected nothing with --measure, which replaces it, got 50.0"),
         ("--machines FILE --teraflops 0", "--teraflops: expected a number >= 1e-6 and <= 1e6, got 0.0"),
-        ("--machines FILE --per-machine 0", "--per-machine: expected a number > 0, got 0"),
+        ("--machines FILE --per-machine 0", "--per-machine: expected a number > 0 and <= 1e6, got 0"),
+        ("--devices 1000000000000", "--devices: expected a number > 0 and <= 1e6, got 1000000000000"),
+        ("--machines missing.yaml", "--machines: expected a YAML or JSON file of devices and links, got missing.yaml"),
         (
             "++trainer.stages=[1,4,5]",
             "trainer.stages: expected auto or null, since petra plan chooses the stages of --devices processes, got [1,4,5]",
@@ -131,7 +133,26 @@ def test_messages_follow_the_transport_of_the_command(monkeypatch: pytest.Monkey
 def test_flags_without_effect_are_refused(words: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "machines.yaml"
     file.write_text("devices: [{}, {}]\nlinks: [{forward: {bandwidth: 1}, backward: {bandwidth: 1}}]\n")
-    assert refused(plan.main, [*words.replace("FILE", str(file)).split(), *SMALL]) == message.replace("FILE", str(file))
+    assert refused(plan.main, [*words.replace("FILE", str(file)).split(), *SMALL]).startswith(message.replace("FILE", str(file)))
+
+
+def test_the_method_of_the_command_has_a_row_if_petra_chooses_its_keys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More than 64 processes exchange by lockstep, as the run would."""
+    monkeypatch.setattr(plan, "PREDICTED", {})
+    rows = []
+    for words in ("method=dsp method.delay=auto", "method=delayed method.keep=auto"):
+        plan.main(["--devices", "2", *SMALL, "trainer.stages=auto", "trainer.memory_limit=1", *words.split()])
+        rows.append(re.findall(r"^\| (\S[^|]*auto) ", capsys.readouterr().out, re.M))
+    own = {"petra, method.keep=auto", "petra, d=auto"}
+    assert [{*found} - own for found in rows] == [{"dsp, method.delay=auto"}, {"delayed, method.keep=auto"}]
+    speeds = []
+    for transport in ("auto", "lockstep"):
+        words = ["--latency", "2e4", "--devices", "2", "k=8", *SMALL, "dp=64", "data.batch_size=64", "trainer.device=cpu"]
+        plan.main([*words, f"trainer.transport={transport}"])
+        speeds += re.findall(r"^\| 1f1b, [^|]*\|[^|]*\|([^|]*)\|", capsys.readouterr().out, re.M)
+    assert speeds[0] == speeds[1]
 
 
 UNEQUAL = """
