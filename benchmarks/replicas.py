@@ -7,6 +7,9 @@ number of replicas, and the setting. One replica with the same outer step shows 
 
 All replicas of a run are in this process, each in a thread. Their sums are those of processes: in the order of the replicas, and
 packed as these pack them. Each run is written to a file of its own in RUNS. Runs that are there are not repeated.
+
+``python -m benchmarks.replicas - --out RUNS --beside docs/evidence/records/staleness.jsonl`` prints a table instead, in which
+runs are compared with those that sum gradients at every update, seed by seed.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from torch import Tensor
 from benchmarks.records import recorded
 from benchmarks.report import cells_parser, machine
 from benchmarks.staleness.cells import CLIP, VOCABULARY, WINDOW, WINDOWS, Cell
+from benchmarks.staleness.figures import final, shown
 from benchmarks.staleness.train import TEST_WINDOWS, VALIDATION_WINDOWS, mean_loss
+from launch.run.folder import records_in
 from launch.runtime.terminal import command
 from petra import OuterStep, Pipeline, Recipe, TensorSpec, UpdateRules
 from petra.data import TrainSource, load_dataset
@@ -187,11 +192,36 @@ def train(every: int, dp: int, setting: Mapping[str, Any], seed: int, data: Path
     }
 
 
+def table(records: Mapping[str, Mapping[str, Any]], beside: Mapping[int, float]) -> str:
+    """Return Markdown.
+
+    Args:
+        records: Those of ``train``, by name.
+        beside: Bits per byte on the test part of runs that sum gradients at every update, by seed.
+    """
+    cells: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for name, record in records.items():
+        cells[name.rpartition("_s")[0]].append(record)
+    head = "cell | seeds | bits per byte | above sums at every update | error of x̃, stage 2 | after a step"
+    lines = [f"| {head} |", "|---" * 6 + "|"]
+    for cell, found in sorted(cells.items(), key=lambda item: (item[1][0]["dp"], item[1][0]["every"], item[0])):
+        losses = {record["seed"]: record["bits_per_byte"]["test"] for record in found}
+        errors = [statistics.fmean(record["reconstruction_error"][key] for record in found) for key in ("2", "2 across a step")]
+        bits = f"{statistics.fmean(losses.values()):.3f}"
+        lines.append(f"| `{cell}` | {len(found)} | {bits} | {shown(losses, beside)} | {errors[0]:.2f} | {errors[1]:.2f} |")
+    return "\n".join(lines)
+
+
 @command
 def main() -> None:
     """Train all cells with the first seed, then with the others."""
     cells = {f"h{every}_dp{dp}{setting}": (every, dp, setting) for every, dp, setting in RUNS}
-    options = cells_parser(__doc__, cells).parse_args()
+    parser = cells_parser(__doc__, cells)
+    parser.add_argument("--beside", type=Path, help="print a table with these records of benchmarks.staleness")
+    options = parser.parse_args()
+    if options.beside is not None:
+        print(table(records_in(options.out), final([r for r in records_in(options.beside).values() if r["cell"] == CELL.name])))
+        return
     for seed in SEEDS:
         for name, (every, dp, setting) in cells.items():
             if name in options.cells:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import expected, fine_tuning, pipelines, report, reversible_sequence, sft, stored_choices, vision
+from benchmarks import expected, fine_tuning, pipelines, replicas, report, reversible_sequence, sft, stored_choices, vision
 from benchmarks.records import RECORDS, merge, recorded
 from benchmarks.records import main as merging
 from benchmarks.reversible_peers import LIBRARIES, PEERS, gradients
@@ -245,6 +245,18 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
     assert figures.difference({0: 2.0, 1: 4.0, 2: 6.0, 5: 0.0}, {0: 1.0, 1: 2.0, 2: 3.0}) == pytest.approx((2, 4.303 / 3**0.5))
     figures.draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_replicas_are_compared_with_sums_at_every_update_seed_by_seed() -> None:
+    def record(dp: int, seed: int, bits: float, error: float) -> dict[str, Any]:
+        errors = {"1": 0.0, "2": error, "2 across a step": 2 * error}
+        return {"every": 16, "dp": dp, "seed": seed, "bits_per_byte": {"test": bits}, "reconstruction_error": errors}
+
+    found = {"h16_dp4_s0": record(4, 0, 2.5, 0.3), "h16_dp2_s0": record(2, 0, 2.4, 0.1), "h16_dp2_s1": record(2, 1, 2.42, 0.3)}
+    assert replicas.table(found, {0: 2.38, 1: 2.40, 2: 2.41}).splitlines()[2:] == [
+        "| `h16_dp2` | 2 | 2.410 | 0.02 ± 0.00 | 0.20 | 0.40 |",
+        "| `h16_dp4` | 1 | 2.500 | 0.12 | 0.30 | 0.60 |",
+    ]
 
 
 def test_programs_quote_the_expected_losses_of_the_records() -> None:
