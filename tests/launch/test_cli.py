@@ -8,15 +8,17 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch import cli
 from launch.cli import take_processes
-from launch.runtime import agent
+from launch.runtime import agent, terminal
 from launch.runtime.agent import ONE_MACHINE
 from launch.runtime.rank import Process
-from petra.errors import ConfigError
+from petra.data import load_dataset
+from petra.errors import ConfigError, DataError
 from tests.structure import ROOT
 from tests.support.commands import refused
 from tests.support.processes import PIPES, environment
@@ -72,6 +74,23 @@ def test_a_module_that_starts_no_command_is_refused() -> None:
         2,
         ["error: command line: expected python -m petra COMMAND, got python -m launch.cli, which starts nothing"],
     )
+
+
+def test_a_path_that_may_not_be_read_is_one_line() -> None:
+    """Such as a folder of somebody else, of which even the question whether a file exists is refused. Other errors are faults."""
+
+    @terminal.command
+    def reads(error: OSError) -> None:
+        raise error
+
+    denied: Any = PermissionError(13, "Permission denied", "/data/x")
+    assert refused(reads, denied) == "/data/x: can't be read or written (Permission denied)"
+    with pytest.raises(OSError, match="File name too long"):
+        Path("a" * 300).exists()
+    with pytest.raises(DataError, match=r"a: can't be read \(File name too long\)"):
+        load_dataset("text", root="a" * 300)
+    with pytest.raises(FileNotFoundError):
+        reads(FileNotFoundError(2, "No such file or directory", "/data/x"))
 
 
 def test_an_unknown_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
