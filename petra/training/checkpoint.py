@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
@@ -241,28 +241,24 @@ def verify(path: Path) -> None:
     Raises:
         DataError: If the checkpoint is incomplete or damaged. The message names the file.
     """
-    try:
-        found = tuple((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(path.iterdir()))
-        _verify(path, found)
-    except OSError as error:
-        raise DataError(f"checkpoint {path}: incomplete, {error.filename} cannot be read ({error.strerror})") from error
+    _compare(path, {FACTS, *(tensors.name for tensors in path.glob(f"*{TENSORS}"))}, every=True)
+    facts_of(path)
 
 
-@lru_cache(maxsize=64)
-def _verify(path: Path, state: tuple[tuple[str, int, int], ...]) -> None:
-    """As :func:`verify`, once for each ``state`` of the files: their names, times and sizes."""
+def _compare(path: Path, names: Collection[str], *, every: bool = False) -> None:
+    """Compare files of a checkpoint with the manifest, and every other one that it lists. Raises the errors of :func:`verify`."""
     try:
         files = _read_object(path / MANIFEST)["files"]
-        for name, expected in files.items():
-            found = checksum(path / name)
-            if found != expected:
-                raise DataError(f"checkpoint {path}: damaged, {name} has {found}, expected {expected}")
-        for name in (FACTS, *(tensors.name for tensors in path.glob(f"*{TENSORS}"))):
+        for name in names:
             if name not in files:
                 raise DataError(f"checkpoint {path}: damaged, {MANIFEST} does not list {name}")
+        for name, expected in files.items():
+            if (every or name in names) and (found := _checksum(path / name)) != expected:
+                raise DataError(f"checkpoint {path}: damaged, {name} has {found}, expected {expected}")
+    except OSError as error:
+        raise DataError(f"checkpoint {path}: incomplete, {error.filename} cannot be read ({error.strerror})") from error
     except (KeyError, AttributeError) as error:
         raise DataError(f"checkpoint {path}: damaged, {MANIFEST} lists no files") from error
-    facts_of(path)
 
 
 def facts_of(path: Path) -> dict[str, Any]:
@@ -290,10 +286,9 @@ def restore(pipeline: Pipeline, path: Path) -> dict[str, Any]:
         DataError: If the checkpoint is damaged or belongs to another network.
     """
     facts = facts_of(path)
-    verify(path)
     own = {name for name, _ in pipeline.blocks()}
     replica = pipeline.replica if pipeline.replicas is not None and pipeline.replicas.apart else -1  # of none: all have one state
-    load_state(pipeline, read_tensors(path, lambda key: belongs_to(key, own, replica)), facts["clock"], str(path))
+    load_state(pipeline, _intact(path, lambda key: belongs_to(key, own, replica)), facts["clock"], str(path))
     return facts
 
 
@@ -307,10 +302,9 @@ def network(folder: Path, *, averaged: bool = False) -> State:
     Raises:
         DataError: If the checkpoint is damaged, or averages are asked for and there are none.
     """
-    verify(folder)
     wanted = ("model", "average") if averaged else ("model",)
     found: dict[str, State] = {part: {} for part in wanted}
-    for key, value in read_tensors(folder, lambda key: key.split("/")[1] in wanted).items():
+    for key, value in _intact(folder, lambda key: key.split("/")[1] in wanted).items():
         block, part, name = key.split("/", 2)
         found[part][f"{block}.{name}"] = value
     if averaged and not found["average"]:
@@ -318,10 +312,26 @@ def network(folder: Path, *, averaged: bool = False) -> State:
     return found["model"] | found.get("average", {})
 
 
+def _intact(path: Path, wanted: Callable[[str], bool]) -> State:
+    """Return tensors of a checkpoint after comparing the files that have them with the manifest."""
+    return read_tensors(path, wanted, lambda file: _compare(path, [FACTS, file.name]))
+
+
 def checksum(path: Path) -> dict[str, int | str]:
     """Return a file's entry in the manifest: its size and SHA-256."""
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _checksum(path: Path) -> dict[str, int | str]:
+    """Return :func:`checksum`, which a process computes once while the file's time and size stay the same."""
+    state = path.stat()
+    return _known_checksum(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(maxsize=1000)
+def _known_checksum(path: Path, time: int, size: int) -> dict[str, int | str]:
+    return checksum(path)
 
 
 def write_synced(path: Path, content: Mapping[str, Any]) -> None:

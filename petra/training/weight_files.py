@@ -116,8 +116,11 @@ def hash_of(state: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> State:
+def read_tensors(folder: Path, wanted: Callable[[str], bool], check: Callable[[Path], object] = lambda path: None) -> State:
     """Return the tensors of a checkpoint whose keys satisfy ``wanted``, on the CPU. Each process reads on its own.
+
+    Args:
+        check: Called for each file that has some of them, before they are read.
 
     Raises:
         DataError: If a file cannot be read, or there is none.
@@ -125,7 +128,12 @@ def read_tensors(folder: Path, wanted: Callable[[str], bool]) -> State:
     if not (files := sorted(folder.glob(f"*{TENSORS}"))):
         expected = f"a checkpoint of this version, with files *{TENSORS} (commit d61decdd reads older ones)"
         raise invalid(str(folder), expected, "none", DataError)
-    return {key: value.clone() for path in files for key, value in _read(path, mapped=True)[0].items() if wanted(key)}
+    found: State = {}
+    for path in files:
+        if own := {key: value for key, value in _read(path, mapped=True)[0].items() if wanted(key)}:
+            check(path)
+            found |= {key: value.clone() for key, value in own.items()}
+    return found
 
 
 def facts_in(path: Path) -> dict[str, Any]:
