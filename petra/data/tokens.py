@@ -251,7 +251,7 @@ def _files_of(folder: Path, part: str) -> list[Path]:
     """Return the token files of a part, by name. No name may contain two. Log a warning if numbers are missing."""
     found = [path for path in sorted(folder.glob(f"*{part}*.bin")) if part in re.split("[^a-zA-Z]", path.name)]
     similar = [p for p in sorted(folder.iterdir()) if part in p.name.lower() and p.suffix.lower() == ".bin"]
-    if unnamed := [p.name for p in similar if p not in found]:
+    if unnamed := [p.name for p in similar if not {*PARTS}.intersection(re.split("[^a-zA-Z]", p.name))]:
         text = "%s: left out %d files without the word %s in their names, such as %s"
         log.warning(text, folder, len(unnamed), part, unnamed[0])
     for path in found:

@@ -105,6 +105,7 @@ def test_the_corpus_has_facts_of_each_part(arrays: list[np.ndarray], folder: Pat
 
 def test_files_that_are_left_out_are_named(arrays: list[np.ndarray], folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_llmc(folder / "Training_4.BIN", arrays[0])
+    write_llmc(folder / "retrained_test_0.bin", arrays[1])
     load(folder)
     assert caplog.messages == [
         f"{folder}: left out 1 files without the word train in their names, such as Training_4.BIN",
