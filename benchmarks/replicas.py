@@ -51,10 +51,10 @@ CELL, RATE, UPDATES, SEEDS = Cell("petra", 8, "muon"), 0.008, 256, (0, 1, 2)
 STREAMING = {"lr": 0.4, "mixing": 0.5, "staggered": True, "format": "int8"}
 SETTINGS: dict[str, Mapping[str, Any]] = {
     "": {},
-    "_gentle": {"lr": 1.0, "momentum": 0.0},
+    "_local_sgd": {"lr": 1.0, "momentum": 0.0},
     "_streaming": STREAMING | {"overlap": 2},
 }
-"""DiLoCo's outer step; plain means; Streaming DiLoCo's."""
+"""DiLoCo's outer step; the mean of the weights; Streaming DiLoCo's."""
 RUNS = [(every, dp, name) for name in SETTINGS for every, dp in ((16, 2), (16, 1), (4, 2), (32, 2), (16, 4), (4, 4), (32, 4))]
 RUNS += [(4, 1, ""), (32, 1, "")]
 

@@ -257,6 +257,8 @@ def test_replicas_are_compared_with_sums_at_every_update_seed_by_seed() -> None:
         "| `h16_dp2` | 2 | 2.410 | 0.02 ± 0.00 | 0.20 | 0.40 |",
         "| `h16_dp4` | 1 | 2.500 | 0.12 | 0.30 | 0.60 |",
     ]
+    runs = [run for run in records_in(RECORDS / "staleness.jsonl").values() if run["cell"] == replicas.CELL.name]
+    assert replicas.table(records_in(RECORDS / "replicas.jsonl"), figures.final(runs)) in evidence("links")
 
 
 def test_programs_quote_the_expected_losses_of_the_records() -> None:

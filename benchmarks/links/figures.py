@@ -114,7 +114,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
     kinds = sorted({kind for lines in panels.values() for kind in lines})
     columns, rows = (2 if len(panels) > 1 else 1), max(1, -(-len(panels) // 2))
     figure = Figure(figsize=(4.5 * columns + 2.5, 4.0 * rows), layout="constrained")
-    places = figure.subplots(rows, columns, squeeze=False).flat
+    places = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
     for axes, (title, lines) in zip(places, sorted(panels.items()), strict=False):
         for name, own in lines.items():
             i = kinds.index(name)
