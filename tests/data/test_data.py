@@ -192,3 +192,12 @@ def test_the_last_part_of_a_text_is_for_testing_and_each_byte_predicts_the_next(
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(DataError, match=r"short\.txt: expected at least 9 bytes for training and 2 for testing, got 8 and 1"):
         load_dataset("text", root=tmp_path / "short.txt", size=8)
+
+
+def test_an_order_has_as_many_indices_as_there_are_samples() -> None:
+    def read(indices: torch.Tensor, seed: int | None) -> torch.Tensor:
+        return indices
+
+    twice = Split(4, read, read, order=lambda generator: torch.arange(4).repeat_interleave(2))
+    with pytest.raises(ConfigError, match="order: expected 4 indices, as the split has samples, got 8"):
+        TrainSource(twice, 2, 0).inputs(0)

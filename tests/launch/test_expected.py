@@ -14,7 +14,7 @@ from benchmarks import vision
 from benchmarks.records import RECORDS
 from launch.config.compose import compose_overrides
 from launch.plan import COMPARED, Candidate, main, recommend
-from launch.run.expected import Expected, Setting, expected, note
+from launch.run.expected import Expected, Setting, expected, note, setting_of
 from launch.run.folder import records_in
 from launch.runtime.rank import Process
 from petra import METHODS, Keep, Weights
@@ -177,3 +177,10 @@ def test_what_a_note_recommends_is_possible() -> None:
     ):
         (line,) = note(planned(*small, *others.split(), place=Process(0, 4, 0, 4)))
         assert f"; {better}" in line if better else ";" not in line
+
+
+def test_what_was_measured_with_all_weights_is_not_said_of_lora() -> None:
+    whole = planned("model=revgpt", "model.dim=32", "model.depth=6", "model.heads=2", "data=text")
+    model = replace(whole.config.model, options={**whole.config.model.options, "lora": 2})
+    assert setting_of(whole, METHODS["dsp"]) is not None
+    assert setting_of(replace(whole, config=replace(whole.config, model=model)), METHODS["dsp"]) is None
