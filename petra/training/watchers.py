@@ -136,4 +136,5 @@ class UpdateMeans(Watcher):
         self._clock = clock
         for logger in self._loggers:
             logger.resume(state, clock)
-        self._means.reset(state.get(self._key, ()))  # none if another number of updates had one row
+        # None if another number of updates had one row; older checkpoints don't tell that number.
+        self._means.reset(state.get(self._key, state.get("updates", ())))

@@ -218,7 +218,8 @@ def test_rows_of_microbatches_that_are_trained_again_are_removed(tmp_path: Path)
     assert [json.loads(line)["microbatches"] for line in path.read_text().splitlines()] == [2, 4, 6, 8]
     means = [UpdateMeans(every, 1, build().recipe, [log]) for every in (2, 4)]
     assert len({key for mean in means for key in mean.state()}) == 2
-    means[0].resume({}, 5)
+    means[0].resume({"updates": [1.0, 2.0, 3.0]}, 5)  # of an older checkpoint
+    assert [*means[0].state().values()] == [[1.0, 2.0, 3.0]]
     assert [json.loads(line)["microbatches"] for line in path.read_text().splitlines()] == [2, 4]
 
 
