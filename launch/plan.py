@@ -31,7 +31,7 @@ from petra.cost_model.simulator import Prediction, predict
 from petra.cost_model.stage_memory import Known
 from petra.errors import ConfigError, PetraError, require, within
 from petra.method import METHODS, Keep, Method
-from petra.plan.transport import MOST_WITH_EDGE, choose_transport, simulated_transport
+from petra.plan.transport import choose_transport, simulated_transport
 from petra.settings import TransportName
 from petra.training import limited
 
@@ -317,9 +317,10 @@ def candidates(
     else:
         blocks = tuple(block.scaled(1e-12 / teraflops) for block in count_blocks(plan.model, plan.layout.inputs, plan.numerics))
     on_gpus, transport = config.trainer.device != "cpu", config.trainer.transport
-    world = min(len(machines.devices), len(blocks)) * config.dp
-    if transport == AUTO and (on_gpus or world > MOST_WITH_EDGE):
-        transport = "lockstep"  # what auto selects there
+    count = min(len(machines.devices), len(blocks))
+    if transport == AUTO and count > 1:  # it depends on the delays only if it selects edge for d = 1
+        chosen = choose_transport(AUTO, count, (1,), "cuda" if on_gpus else "cpu", count * config.dp)
+        transport = AUTO if chosen == "edge" else chosen
     known, rows, refused = Known(), list[Candidate](), list[str]()
     predicted = partial(stage_memories, setup, known, device_type="cuda" if on_gpus else setup.device.type)
     sums = None if link is None else partial(_waits, setup, link)
