@@ -318,7 +318,7 @@ def candidates(
         blocks = tuple(block.scaled(1e-12 / teraflops) for block in count_blocks(plan.model, plan.layout.inputs, plan.numerics))
     on_gpus, transport = config.trainer.device != "cpu", config.trainer.transport
     count = min(len(machines.devices), len(blocks))
-    if transport == AUTO and count > 1:  # it depends on the delays only if it selects edge for d = 1
+    if transport == AUTO and count > 1:  # delays matter only where auto may select edge
         chosen = choose_transport(AUTO, count, (1,), "cuda" if on_gpus else "cpu", count * config.dp)
         transport = AUTO if chosen == "edge" else chosen
     known, rows, refused = Known(), list[Candidate](), list[str]()
@@ -326,8 +326,8 @@ def candidates(
     sums = None if link is None else partial(_waits, setup, link)
     usual, methods = METHODS.get(config.method.name, METHODS["petra"]), [*PREDICTED.values(), RECOMPUTED, KEEP_AUTO, AUTO_DELAY]
     given = {"keep": config.method.keep, "delay": config.method.delay, **config.method.options}
-    own_rows = () if usual is not METHODS["petra"] else (AUTO,)  # of petra, which is always there
-    changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in (*own_rows, getattr(usual, k, v))]
+    present = (AUTO,) if usual is METHODS["petra"] else ()  # petra has rows with automatic keys in any case
+    changed = [f"method.{k}={v}".replace(" ", "") for k, v in given.items() if v not in (*present, getattr(usual, k, v))]
     name = ", ".join([config.method.name, *changed])
     own = replace(plan.method, name=name) if changed and name != RECOMPUTED.name else None
     methods += [own] if own is not None else []

@@ -158,7 +158,7 @@ class Checkpoints:
                 _sync_folder(draft)
                 self._remove(earlier := self.folder / f"0{name}")
                 if (self.folder / name).exists():  # the run resumed from an earlier checkpoint
-                    (self.folder / name).rename(earlier)  # which remains one until the new one is there
+                    (self.folder / name).rename(earlier)  # still a checkpoint until the new one has its name
                 draft.rename(self.folder / name)
                 self._remove(earlier)
                 _sync_folder(self.folder)
